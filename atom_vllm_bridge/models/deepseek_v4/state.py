@@ -1,0 +1,93 @@
+"""What a forward step reads and writes besides weights: block-keyed caches and the batch that walks them.
+
+A cache row holds one state: the KV of one token (window), one compressed entry, one indexer entry, or one token's
+compressor inputs. Rows live in blocks; a request finds its blocks through a block table. Nothing here is per request on
+the host: every index is derived, on the device, from `query_start_loc`, `seq_lens`, `positions` and block tables, so that
+padding, adaptive splits of a batch and graph replay are right by construction.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+
+@dataclass
+class BlockTable:
+    """The blocks of one cache group in this batch; shared by all layers of the group.
+
+    Attributes:
+        blocks: [R, W] int32, block ids of each request, in order of position; beyond the sequence: any valid id.
+        slots: [T] int64, where each token's own state goes, `block · block_size + position % block_size`;
+            −1: write nothing (padding, an idle rank, a replayed token).
+        block_size: tokens a block.
+        tokens_per_row: tokens a row stands for (1, or the compression ratio).
+    """
+
+    blocks: torch.Tensor
+    slots: torch.Tensor
+    block_size: int
+    tokens_per_row: int = 1
+    _derived: dict[str, torch.Tensor | tuple[torch.Tensor, ...]] = field(
+        default_factory=dict, repr=False
+    )
+
+    @property
+    def rows_per_block(self) -> int:
+        return self.block_size // self.tokens_per_row
+
+    def derive(self, name: str, make: Callable[[], object]) -> object:
+        """Index tensors that all layers of the group share are made once a step."""
+        if name not in self._derived:
+            self._derived[name] = make()  # type: ignore[assignment]
+        return self._derived[name]
+
+
+@dataclass
+class Cache:
+    """One layer's rows in one group.
+
+    Attributes:
+        rows: [B, N, C], blocks × rows a block × row width, in the codec's storage dtype; the stride between blocks is free.
+        table: the group's block table.
+    """
+
+    rows: torch.Tensor
+    table: BlockTable
+
+
+@dataclass
+class LayerState:
+    """The caches of one decoder layer; what its attention kind does not use is None."""
+
+    window: Cache
+    compressed: Cache | None = None
+    compressor: Cache | None = None
+    index: Cache | None = None
+    index_compressor: Cache | None = None
+
+
+@dataclass
+class Batch:
+    """One step's tokens, flattened over requests.
+
+    Attributes:
+        positions: [T] int64, absolute position of each token in its request.
+        query_start_loc: [R + 1] int32, request r owns tokens query_start_loc[r] … query_start_loc[r + 1] − 1.
+        seq_lens: [R] int32, tokens of each request, these included.
+        max_query_len, max_seq_len: upper bounds known to the host; they size index tensors and decide nothing else.
+    """
+
+    positions: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+    @cached_property
+    def request_of_token(self) -> torch.Tensor:
+        """[T] int64. Tokens past the last request's (padding) count to the last request."""
+        tokens = torch.arange(self.positions.numel(), device=self.positions.device)
+        ends = self.query_start_loc[1:].to(tokens.dtype)
+        return torch.bucketize(tokens, ends, right=True).clamp_(max=ends.numel() - 1)
