@@ -8,9 +8,39 @@ padding, adaptive splits of a batch and graph replay are right by construction.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 
 import torch
+
+
+class CacheRole(StrEnum):
+    """What a cache's rows hold; the field names of `LayerState`."""
+
+    WINDOW = "window"
+    COMPRESSED = "compressed"
+    COMPRESSOR = "compressor"
+    INDEX = "index"
+    INDEX_COMPRESSOR = "index_compressor"
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """One row of a cache, for whoever allocates it.
+
+    Attributes:
+        width: elements a row.
+        dtype: storage dtype of an element.
+        tokens_per_row: tokens a row stands for.
+        window: tokens whose rows must be kept; None: all of the sequence.
+        ratio: compression ratio of the layer that the cache belongs to (1: none).
+    """
+
+    width: int
+    dtype: torch.dtype
+    tokens_per_row: int = 1
+    window: int | None = None
+    ratio: int = 1
 
 
 @dataclass
