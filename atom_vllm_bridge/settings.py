@@ -1,0 +1,226 @@
+"""What a user can set, in one place.
+
+Two sources, read nowhere else: the "atom" object of vLLM's `--additional-config`, and the `ATOM_BRIDGE_*` environment
+variables. A setting that both give is taken from `--additional-config`. Standard library only, so that it can be read
+before vLLM has chosen its platform; `python -m atom_vllm_bridge.settings` prints the page `docs/settings.md`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+SECTION = "atom"
+PREFIX = "ATOM_BRIDGE_"
+STATE_LAYOUTS = ("paged",)
+
+_SWITCH = {"1": True, "true": True, "0": False, "false": False, "": False}
+
+
+def _setting(
+    default: Any,
+    about: str,
+    *,
+    variable: str | None = None,
+    in_config: bool = False,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field of `Settings` with where it can be set, the values that exist, and its line of documentation."""
+    return field(
+        default=default,
+        metadata={
+            "variable": variable,
+            "in_config": in_config,
+            "choices": choices,
+            "about": about,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    disable: bool = _setting(
+        False,
+        "Leave vLLM as if the plugin were not installed.",
+        variable="ATOM_BRIDGE_DISABLE",
+    )
+    allow_untested: bool = _setting(
+        False,
+        "Let a vLLM outside the supported range through.",
+        variable="ATOM_BRIDGE_ALLOW_UNTESTED",
+    )
+    ops: str = _setting(
+        "",
+        "Providers to prefer for the model's ops: a provider for all of them, `op=provider` for one, separated by "
+        "commas, as in `triton,indexer_topk=torch`. Empty: the first that supports the device, dtype and shape.",
+        variable="ATOM_BRIDGE_OPS",
+        in_config=True,
+    )
+    state_layout: str = _setting(
+        "paged",
+        "How attention state lies in the KV cache. `paged`: every kind of state in block-keyed groups of its own; "
+        "prefix hits land on 128 tokens.",
+        in_config=True,
+        choices=STATE_LAYOUTS,
+    )
+
+    @classmethod
+    def read(
+        cls, additional_config: Mapping[str, Any] | None, environ: Mapping[str, str]
+    ) -> Settings:
+        """Settings from the two sources.
+
+        Args:
+            additional_config: vLLM's `VllmConfig.additional_config`; None before vLLM has one. Only its key "atom" is
+                looked at: the others belong to other plugins.
+            environ: the environment; only names with the prefix `ATOM_BRIDGE_` are looked at.
+
+        Raises:
+            ValueError: an unknown name, a value of the wrong type, or one that does not exist; one line that says what,
+                why, and the way out.
+        """
+        values = _from_environment(environ)
+        values.update(_from_config((additional_config or {}).get(SECTION)))
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Name → value, in the order of the documentation."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ` that carry our prefix, sorted by name; whether they are known is not checked."""
+    return {name: environ[name] for name in sorted(environ) if name.startswith(PREFIX)}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    known = {
+        item.metadata["variable"]: item
+        for item in fields(Settings)
+        if item.metadata["variable"]
+    }
+    values = {}
+    for name, text in environment(environ).items():
+        if name not in known:
+            raise ValueError(
+                f"The environment variable {name} is not known{_nearest(name, known)}. "
+                f"Known are {', '.join(known)}; unset the other."
+            )
+        item = known[name]
+        if isinstance(item.default, bool):
+            if text.strip().lower() not in _SWITCH:
+                raise ValueError(
+                    f"{name}={text} is neither on nor off. Set it to 1 or 0."
+                )
+            values[item.name] = _SWITCH[text.strip().lower()]
+        else:
+            values[item.name] = _chosen(item, text, name)
+    return values
+
+
+def _from_config(section: Any) -> dict[str, Any]:
+    if section is None:
+        return {}
+    where = f'"{SECTION}" in --additional-config'
+    if not isinstance(section, Mapping):
+        raise ValueError(
+            f"{where} is {json.dumps(section, default=str)}, but it holds settings by name: "
+            f'write {{"{SECTION}": {{"state_layout": "paged"}}}}.'
+        )
+    known = {item.name: item for item in fields(Settings) if item.metadata["in_config"]}
+    variables = {
+        item.name: item.metadata["variable"]
+        for item in fields(Settings)
+        if item.name not in known
+    }
+    values = {}
+    for name, value in section.items():
+        if name in variables:
+            raise ValueError(
+                f"{where} cannot set {name!r}: it is needed before vLLM has read --additional-config. "
+                f"Set the environment variable {variables[name]} instead."
+            )
+        if name not in known:
+            raise ValueError(
+                f"{where} has the unknown key {name!r}{_nearest(str(name), known)}. "
+                f"Known are {', '.join(known)}; remove the other."
+            )
+        item = known[name]
+        if type(value) is not type(item.default):
+            raise ValueError(
+                f"{where} sets {name!r} to {json.dumps(value, default=str)}, which is not a "
+                f"{_kind(item)}; the default is {json.dumps(item.default)}."
+            )
+        values[name] = _chosen(item, value, f"{name!r} under {where}")
+    return values
+
+
+def _chosen(item: Field[Any], value: Any, where: str) -> Any:
+    choices = item.metadata["choices"]
+    if choices and value not in choices:
+        raise ValueError(
+            f"{where} is {value!r}, which does not exist{_nearest(str(value), choices)}. "
+            f"Set one of: {', '.join(choices)}."
+        )
+    return value
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _kind(item: Field[Any]) -> str:
+    return {bool: "boolean", str: "string", int: "number"}[type(item.default)]
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def settings_page() -> str:
+    """The text of `docs/settings.md`: one row a setting, from the metadata of the fields above."""
+    rows = []
+    for item in fields(Settings):
+        variable, choices = item.metadata["variable"], item.metadata["choices"]
+        about = item.metadata["about"]
+        if choices:
+            about += f" Values: {', '.join(map(_code, choices))}."
+        cells = (
+            item.name,
+            _code(variable) if variable else "–",
+            _code(item.name) if item.metadata["in_config"] else "–",
+            _kind(item),
+            _code(json.dumps(item.default)),
+            about,
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return _PAGE.format(rows="\n".join(rows), section=SECTION, prefix=PREFIX)
+
+
+_PAGE = """\
+# Settings
+
+A setting comes from an environment variable, or from the object `{section}` in vLLM's `--additional-config`:
+
+```
+ATOM_BRIDGE_OPS=torch vllm serve MODEL
+vllm serve MODEL --additional-config '{{"{section}": {{"state_layout": "paged"}}}}'
+```
+
+Where both give one, `--additional-config` counts. A switch is `1` or `0`. A name that is not in this table, under
+`{section}` or with the prefix `{prefix}`, stops the start with one line that says which.
+
+| setting | environment variable | key under `{section}` | type | default | meaning |
+|---|---|---|---|---|---|
+{rows}
+
+This page is made from the code: `make docs` writes it.
+"""
+
+
+if __name__ == "__main__":
+    print(settings_page(), end="")
