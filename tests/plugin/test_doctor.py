@@ -1,0 +1,274 @@
+"""doctor reports in every state that an installation can be in.
+
+The environments are real: empty virtual environments into which a test lays the packages that it wants, broken or not.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from atom_vllm_bridge.cli import doctor, probes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SECTIONS = [
+    "schema",
+    "ok",
+    "faults",
+    "notes",
+    "environment",
+    "versions",
+    "supported_vllm",
+    "entry_points",
+    "model_runner",
+    "platform",
+    "namesakes",
+    "ops",
+    "patches",
+    "checkpoint",
+]
+
+OURS = """
+[vllm.platform_plugins]
+atom_bridge = atom_vllm_bridge.plugin:register_platform
+[vllm.general_plugins]
+atom_bridge = atom_vllm_bridge.plugin:register_models
+"""
+
+
+class Environment:
+    """An environment with the bridge's source on its path and nothing else."""
+
+    def __init__(self, folder: Path):
+        venv.create(folder, symlinks=True, with_pip=False)
+        self.python = folder / "bin" / "python"
+        (self.packages,) = folder.glob("lib/python*/site-packages")
+        # The package alone: beside it in a checkout lie its installation's metadata.
+        (self.packages / "atom_vllm_bridge").symlink_to(ROOT / "atom_vllm_bridge")
+
+    def package(self, name: str, version: str, entry_points: str = "") -> None:
+        info = self.packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        if entry_points:
+            (info / "entry_points.txt").write_text(entry_points)
+
+    def module(self, path: str, source: str = "") -> None:
+        file = self.packages / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+
+    def doctor(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("ATOM_BRIDGE_", "VLLM_", "PYTHON"))
+        }
+        return subprocess.run(
+            [str(self.python), "-m", "atom_vllm_bridge.cli.doctor", *arguments],
+            capture_output=True,
+            text=True,
+            env=clean | variables,
+            cwd=self.packages,
+            check=False,
+        )
+
+    def report(self, *arguments: str, **variables: str) -> dict:
+        done = self.doctor("--json", *arguments, **variables)
+        report = json.loads(done.stdout)
+        assert done.returncode == (1 if report["faults"] else 0), done.stderr
+        assert report["ok"] is not bool(report["faults"])
+        assert all("\n" not in fault for fault in report["faults"])
+        return report
+
+
+@pytest.fixture
+def empty(tmp_path):
+    return Environment(tmp_path)
+
+
+def fault(report: dict, *parts: str) -> str:
+    """The one fault that has all of `parts`."""
+    (found,) = [f for f in report["faults"] if all(part in f for part in parts)]
+    return found
+
+
+def test_an_environment_with_nothing_in_it_still_gets_a_full_report(empty):
+    report = empty.report()
+    assert list(report) == SECTIONS
+    assert report["versions"]["vllm"] is None
+    assert report["versions"]["python"].count(".") == 2
+    fault(report, "vLLM is not installed", ">=0.32,<0.34")
+    fault(report, "torch is not installed")
+    fault(report, "atom_bridge is missing from vllm.platform_plugins")
+    fault(report, "atom_bridge is missing from vllm.general_plugins")
+    printed = empty.doctor()
+    assert printed.returncode == 1
+    assert "vllm              not installed" in printed.stdout
+    assert printed.stdout.count("\nfault: ") == len(report["faults"])
+
+
+def test_a_broken_vllm_is_named_by_the_last_line_of_its_error(empty):
+    empty.package("vllm", "0.32.0", OURS)
+    empty.package("torch", "2.13.0")
+    empty.package("packaging", "26")
+    empty.module("packaging/__init__.py")
+    empty.module(
+        "packaging/specifiers.py",
+        "class SpecifierSet:\n"
+        "    def __init__(self, text): pass\n"
+        "    def contains(self, *_, **__): return True\n",
+    )
+    empty.module(
+        "packaging/version.py",
+        "class Version(str): pass\nclass InvalidVersion(ValueError): pass\n",
+    )
+    empty.module(
+        "vllm/__init__.py",
+        "import sys\nprint('loading')\nraise ImportError('libfoo.so.12: cannot open')\n",
+    )
+    report = empty.report()
+    fault(
+        report,
+        "Cannot examine platform, patches",
+        "ImportError: libfoo.so.12: cannot open",
+    )
+    assert report["versions"]["vllm"] == "0.32.0"
+    assert report["platform"]["chosen"] is None
+    assert "libfoo" in report["platform"]["why"]
+
+
+def test_without_packaging_the_version_is_printed_though_not_compared(empty):
+    empty.package("vllm", "0.32.0")
+    report = empty.report()
+    assert report["versions"]["vllm"] == "0.32.0"
+    fault(report, "cannot be compared", "packaging")
+
+
+def test_a_second_platform_plugin_is_a_conflict_unless_it_is_left_out(empty):
+    other = "[vllm.platform_plugins]\nmetal = vllm_metal:register\n"
+    empty.package("atom-vllm-bridge", "0.1.0", OURS)
+    empty.package("vllm-metal", "1.0", other)
+    report = empty.report()
+    fault(report, "platform plugin metal of vllm-metal", "VLLM_PLUGINS=atom_bridge")
+    listed = report["entry_points"]["vllm.platform_plugins"]
+    assert {
+        "name": "metal",
+        "value": "vllm_metal:register",
+        "package": "vllm-metal",
+    } in (listed)
+    report = empty.report(VLLM_PLUGINS="atom_bridge")
+    assert not [f for f in report["faults"] if "metal" in f]
+    assert report["environment"] == {"VLLM_PLUGINS": "atom_bridge"}
+
+
+def test_a_list_of_plugins_without_ours_is_a_fault(empty):
+    empty.package("atom-vllm-bridge", "0.1.0", OURS)
+    fault(
+        empty.report(VLLM_PLUGINS="other"), "VLLM_PLUGINS=other leaves atom_bridge out"
+    )
+
+
+def test_runner_v1_is_a_fault(empty):
+    report = empty.report(VLLM_USE_V2_MODEL_RUNNER="0")
+    fault(report, "VLLM_USE_V2_MODEL_RUNNER=0", "Unset it")
+    assert report["model_runner"]["deepseek_v4"] == "refused"
+    assert empty.report()["model_runner"]["deepseek_v4"] == "v2"
+
+
+def test_an_unknown_variable_of_ours_is_shown_and_is_a_fault(empty):
+    report = empty.report(ATOM_BRIDGE_OPZ="torch")
+    assert report["environment"] == {"ATOM_BRIDGE_OPZ": "torch"}
+    fault(report, "ATOM_BRIDGE_OPZ", "did you mean ATOM_BRIDGE_OPS?")
+
+
+def test_an_unrelated_package_called_aiter_or_atom_is_told_from_rocms(empty):
+    empty.package("aiter", "0.13.2")
+    empty.module("aiter/__init__.py", "raise SystemExit('must not be imported')\n")
+    empty.module("atom/__init__.py")
+    empty.module("atom/model_ops/__init__.py")
+    report = empty.report()
+    assert report["namesakes"] == {"aiter": "unrelated", "atom": "ROCm"}
+    (note,) = report["notes"]
+    assert "module aiter in" in note
+    assert "another project of that name, not amd-aiter" in note
+
+
+def test_a_probe_that_crashes_or_hangs_costs_its_section_only(empty):
+    empty.package("torch", "2.13.0")
+    empty.module("vllm/__init__.py", "import os; os.abort()\n")
+    fault(empty.report(), "Cannot examine platform, patches: ended by signal 6")
+    empty.module("vllm/__init__.py", "import time; time.sleep(60)\n")
+    code = (
+        "import sys; from pathlib import Path; from atom_vllm_bridge.cli import doctor;"
+        "print(doctor.ask('platform', [], {}, 0.5))"
+    )
+    done = subprocess.run(
+        [str(empty.python), "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "no answer within 0.5 seconds" in done.stdout
+
+
+def test_a_folder_named_like_a_package_is_not_taken_for_it(empty, tmp_path):
+    trap = tmp_path / "trap"
+    (trap / "vllm").mkdir(parents=True)
+    (trap / "vllm" / "__init__.py").write_text("raise RuntimeError('trapped')\n")
+    done = subprocess.run(
+        [str(empty.python), "-P", "-m", doctor.__name__, "--json"],
+        cwd=trap,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert json.loads(done.stdout)["versions"]["vllm"] is None
+    assert "trapped" not in done.stdout
+
+
+@pytest.fixture(scope="module")
+def here():
+    """The report on the environment of this test run, through the console command."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ATOM_BRIDGE_", "VLLM_"))
+    }
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from atom_vllm_bridge.cli import main; main()",
+            "doctor",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        env=variables,
+        check=False,
+    )
+
+
+def test_a_sound_installation_has_no_fault(here):
+    report = json.loads(here.stdout)
+    assert report["faults"] == []
+    assert here.returncode == 0
+    assert list(report) == SECTIONS
+    assert report["platform"]["enum"] in ("CPU", "CUDA", "ROCM")
+    assert report["platform"]["chosen"].startswith("atom_vllm_bridge.")
+    assert "which the plugin extends" in report["platform"]["why"]
+    assert {row["state"] for row in report["patches"]} <= {
+        "applied",
+        "already_upstream",
+        "not_applicable",
+    }
+    assert report["ops"], "every op and its provider"
+
+
+def test_every_probe_has_a_section():
+    assert set(probes.PROBES) <= set(SECTIONS)
