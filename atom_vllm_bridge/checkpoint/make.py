@@ -214,7 +214,7 @@ def _prepare(out: Path, overwrite: bool) -> None:
     if out.exists() and any(out.iterdir()):
         if not overwrite:
             raise FileExistsError(
-                f"{out} is not empty: choose another directory, or overwrite it"
+                f"{out} is not empty: choose another directory, or pass --overwrite"
             )
         for stale in ["config.json", INDEX, *(p.name for p in out.glob("model-*"))]:
             (out / stale).unlink(missing_ok=True)

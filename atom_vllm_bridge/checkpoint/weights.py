@@ -2,8 +2,9 @@
 
 Values come from uniform noise scaled so that activations neither grow nor die: a matrix
 has standard deviation gain / √fan_in. The maps that write into the residual stream
-(`wo_b`, `w2`) have gain 1/4 by default: with gain 1 the routing of a random model is so
-close to ties that bfloat16 alone moves log-probabilities by 0.17.
+(`wo_b`, `w2`) have a smaller gain, because the routing of a random model is full of near
+ties: of 600 tokens on the tiny preset, bfloat16 alone changes the likeliest next token for
+10 % at gain 1, 3 % at 0.25 and 2 % at 0.15.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-GAINS: dict[str, float] = {"wo_b": 0.25, "w2": 0.25}
+GAINS: dict[str, float] = {"wo_b": 0.15, "w2": 0.15}
 """Gain by the end of a name, without `.weight`; the longest match wins, else 1."""
 
 

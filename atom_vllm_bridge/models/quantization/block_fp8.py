@@ -49,7 +49,7 @@ def dequantize(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     Args:
         q: [out, in] float8_e4m3fn.
-        scale: [⌈out/128⌉, ⌈in/128⌉] float8_e8m0fnu, its bytes as uint8, or float32.
+        scale: [⌈out/128⌉, ⌈in/128⌉] float8_e8m0fnu or float32.
 
     Returns:
         [out, in] float32.

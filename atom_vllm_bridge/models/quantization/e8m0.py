@@ -33,7 +33,5 @@ def encode(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def decode(scale: torch.Tensor) -> torch.Tensor:
-    """float8_e8m0fnu, or its bytes as uint8 → float32 of the same shape, exactly."""
-    if scale.dtype == torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
+    """float8_e8m0fnu (or float32) → float32 of the same shape, exactly."""
     return scale.to(torch.float32)

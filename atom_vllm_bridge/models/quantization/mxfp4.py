@@ -45,7 +45,7 @@ def dequantize(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     Args:
         packed: [out, in/2] int8 or uint8.
-        scale: [out, ⌈in/32⌉] float8_e8m0fnu, its bytes as uint8, or float32.
+        scale: [out, ⌈in/32⌉] float8_e8m0fnu or float32.
 
     Returns:
         [out, in] float32.
