@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
 # Where torch's CPU builds are, for when the default index has none of this version.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu

@@ -86,7 +86,8 @@ def examine(
         timeout: seconds that each probe may take.
     """
     report = Report()
-    asked: dict[str, list[str]] = {"platform": [], "ops": [], "patches": []}
+    settings = _environment(report, environ)
+    asked = {"platform": [], "ops": [settings.ops], "patches": []}
     if model is not None:
         asked["checkpoint"] = [str(model)]
     with ThreadPoolExecutor(max_workers=len(asked)) as pool:
@@ -94,7 +95,6 @@ def examine(
             name: pool.submit(ask, name, arguments, environ, timeout)
             for name, arguments in asked.items()
         }
-        settings = _environment(report, environ)
         _versions(report, settings)
         _entry_points(report, environ)
         _runner(report, environ)
@@ -357,11 +357,9 @@ def _lines(report: Report) -> Iterator[str]:
         f"  DeepSeek-V4: {s['model_runner']['deepseek_v4']} (VLLM_USE_V2_MODEL_RUNNER {setting})"
     )
     yield "ops"
-    yield from _table(s["ops"])
+    yield from _table(s["ops"], "op", "provider", "reason")
     yield "patches"
-    rows = s["patches"]
-    columns = ("id", "state", "target")
-    yield from _table(rows and [{c: row[c] for c in columns} for row in rows])
+    yield from _table(s["patches"], "id", "state", "target")
     yield "environment"
     for name, value in s["environment"].items():
         yield f"  {name}={value}"
@@ -379,14 +377,14 @@ def _lines(report: Report) -> Iterator[str]:
         yield "No fault found."
 
 
-def _table(rows: list[dict[str, Any]] | None) -> Iterator[str]:
+def _table(rows: list[dict[str, Any]] | None, *columns: str) -> Iterator[str]:
     if rows is None:
         yield "  unknown"
         return
     if not rows:
         yield "  none"
         return
-    cells = [[_plain(value) for value in row.values()] for row in rows]
+    cells = [[_plain(row[column]) for column in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

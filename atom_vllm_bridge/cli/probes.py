@@ -8,6 +8,7 @@ traceback is what the report shows. Its answer is the last line of standard outp
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 MARK = "atom-vllm-bridge-probe "
@@ -33,11 +34,26 @@ def platform() -> dict[str, Any]:
     }
 
 
-def ops() -> list[dict[str, Any]]:
-    """One row an op: its providers and the one that is chosen here."""
+def ops(preference: str) -> list[dict[str, Any]]:
+    """One row an op: the provider that is chosen here and why, and which others would do."""
+    import torch
+
     from atom_vllm_bridge.models.ops import registry
 
-    return registry.table()
+    registry.configure(preference)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for op in registry.names():
+        registry.resolve(op, device)
+    return [
+        {
+            "op": choice.op,
+            "provider": choice.provider,
+            "reason": choice.reason,
+            "device": choice.device,
+            "available": list(registry.providers_of(choice.op, device)),
+        }
+        for choice in registry.table()
+    ]
 
 
 def patches() -> list[dict[str, Any]]:
@@ -52,7 +68,11 @@ def patches() -> list[dict[str, Any]]:
     return found.table()
 
 
-PROBES = {"platform": platform, "ops": ops, "patches": patches}
+PROBES: dict[str, Callable[..., Any]] = {
+    "platform": platform,
+    "ops": ops,
+    "patches": patches,
+}
 
 
 def main(name: str, *arguments: str) -> None:
