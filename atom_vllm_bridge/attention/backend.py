@@ -1,0 +1,129 @@
+"""One backend, one metadata class and one builder for every cache group of DeepSeek-V4.
+
+The metadata carries vLLM's own persistent device tensors and nothing derived from them: the model derives every per-token
+index from these inside its forward, so a captured graph, a refreshed draft step and an adaptive split of the batch all
+read what is current without a second code path.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+
+@dataclass
+class AtomMetadata(AttentionMetadata):
+    """The batch as one cache group sees it.
+
+    Attributes:
+        query_start_loc: [R + 1] int32.
+        seq_lens: [R] int32.
+        block_table: [R, W] int32.
+        slot_mapping: [T] int64, −1 where nothing is written.
+        max_query_len, max_seq_len: upper bounds known to the host.
+        block_size: tokens a block.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    block_size: int
+
+
+class AtomMetadataBuilder(AttentionMetadataBuilder[AtomMetadata]):
+    """Hands vLLM's persistent tensors through."""
+
+    # The model's forward derives everything from persistent tensors, on the device.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: object,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size = kv_cache_spec.block_size
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> AtomMetadata:
+        common = common_attn_metadata
+        return AtomMetadata(
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            block_size=self.block_size,
+        )
+
+
+class AtomBackend(AttentionBackend):
+    """Declares what the model's caches look like; the model itself runs the attention."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        "auto",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_ds_mla",
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        return "ATOM_DEEPSEEK_V4"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        raise NotImplementedError(
+            "ATOM_DEEPSEEK_V4 has no vLLM attention layer to implement: "
+            "the native model calls its own ops."
+        )
+
+    @staticmethod
+    def get_builder_cls() -> type[AtomMetadataBuilder]:
+        return AtomMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # Block-outermost: with layers outermost the planner would inflate the block sizes of the smaller groups until
+        # every page is as large as the largest.
+        return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True

@@ -1,0 +1,124 @@
+"""The cache groups of `state_layout="paged"`: every state of a layer in an official, block-keyed group of vLLM's.
+
+| role             | rows                                     | block | prefix hits |
+|------------------|------------------------------------------|-------|-------------|
+| window           | KV of the last `sliding_window` tokens   | 64    | the window's blocks |
+| compressed       | one entry for 4 or 128 tokens            | 128   | all blocks  |
+| index            | one indexer entry for 4 tokens           | 128   | all blocks  |
+| compressor (CSA) | inputs of the last 8 tokens, float32     | 4     | the last 2 blocks |
+| compressor (HCA) | inputs of the last 128 tokens, float32   | 8     | none: a hit ends on a multiple of 128, where it is empty |
+
+vLLM groups sliding-window specs by their window alone. Ours are grouped by exact type, one type a role, so that a draft's
+window never shares a group with the target's and each role keeps its block size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import (
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+)
+
+from atom_vllm_bridge.attention import AtomBackend
+from atom_vllm_bridge.models.deepseek_v4.state import CacheRole, CacheShape
+
+WINDOW_BLOCK = 64
+# Small blocks, since at most a few of these rows outlive a step; more rows a block would widen the stride of the pool.
+COMPRESSOR_BLOCK = {4: 4, 128: 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ByRole(SlidingWindowMLASpec):
+    def is_uniform_with_collection(
+        self, kv_cache_specs: dict[str, KVCacheSpec]
+    ) -> bool:
+        return all(type(spec) is type(self) for spec in kv_cache_specs.values())
+
+
+class WindowSpec(_ByRole):
+    """The target's sliding window."""
+
+
+class DraftWindowSpec(_ByRole):
+    """The draft's sliding window; its own type, hence its own group."""
+
+
+class CompressorSpec(_ByRole):
+    """Rolling inputs of the overlapping compressors (main and indexer), two blocks of 4 tokens."""
+
+
+class HeavyCompressorSpec(_ByRole):
+    """Rolling inputs of the compressor of 128 tokens, which does not overlap."""
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        # A hit ends on a multiple of 128 tokens: the group of 128 that it would continue has not begun.
+        return False
+
+
+def cache_spec(role: CacheRole, shape: CacheShape, block_size: int) -> KVCacheSpec:
+    """The vLLM spec of one layer's cache.
+
+    Args:
+        role: what the rows hold.
+        shape: width, dtype, tokens a row and, for windows, the number of tokens kept.
+        block_size: vLLM's block size, a multiple of 128; that of the compressed groups.
+    """
+    common = {
+        "num_kv_heads": 1,
+        "max_tp_shards": 1,
+        "head_size": shape.width,
+        "dtype": shape.dtype,
+    }
+    if shape.window is None:
+        return MLAAttentionSpec(
+            block_size=block_size, tokens_per_state=shape.tokens_per_row, **common
+        )
+    if role is CacheRole.WINDOW:
+        return WindowSpec(
+            block_size=WINDOW_BLOCK, sliding_window=shape.window, **common
+        )
+    spec = CompressorSpec if shape.ratio == 4 else HeavyCompressorSpec
+    return spec(
+        block_size=COMPRESSOR_BLOCK[shape.ratio], sliding_window=shape.window, **common
+    )
+
+
+class CacheLayer(nn.Module, AttentionLayerBase):
+    """One cache of one decoder layer, as vLLM allocates and binds it. It computes nothing."""
+
+    def __init__(self, name: str, spec: KVCacheSpec) -> None:
+        """Register under `name`, which must hold exactly one number (the layer's).
+
+        Raises:
+            ValueError: another layer has the name already.
+        """
+        super().__init__()
+        context = get_current_vllm_config().compilation_config.static_forward_context
+        if name in context:
+            raise ValueError(
+                f"atom-vllm-bridge: two cache layers are called {name}; build the model once in a configuration."
+            )
+        context[name] = self
+        self.name = name
+        self.spec = spec
+        self.rows = torch.empty(0)
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Take vLLM's view [blocks, 1, rows, width]; called again when a profiling cache gives way to the real one."""
+        self.rows = kv_cache.squeeze(1)
+
+    def get_attn_backend(self) -> type[AtomBackend]:
+        return AtomBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return self.spec
+
+    @property
+    def tokens_per_row(self) -> int:
+        return int(self.spec.tokens_per_state)

@@ -1,0 +1,123 @@
+"""What the bridge asks of vLLM's configuration for DeepSeek-V4, on any device. Every other model is left alone."""
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from atom_vllm_bridge.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.atom_vllm_bridge")
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+DTYPES = (torch.bfloat16, torch.float32)
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
+# Blocks of every group divide it, and a prefix hit lands on it.
+BLOCK_SIZE = 128
+
+
+class Refused(ValueError):
+    """A configuration that the bridge cannot honour; one line: what, why, and the way out."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(f"atom-vllm-bridge: {line}")
+
+
+def serves(vllm_config: "VllmConfig") -> bool:
+    """Whether the configuration is of a model that the bridge brings."""
+    model = vllm_config.model_config
+    return model is not None and ARCHITECTURE in (model.architectures or ())
+
+
+def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
+    """Raise `Refused` for what DeepSeek-V4 through the bridge does not do.
+
+    Raises:
+        Refused: Model Runner V1, a dtype, cache dtype, block size or kind of parallelism that is not supported.
+    """
+    from vllm import envs
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    own = "set ATOM_BRIDGE_DISABLE=1 to serve with vLLM's own model"
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        raise Refused(
+            "DeepSeek-V4 needs Model Runner V2, but VLLM_USE_V2_MODEL_RUNNER=0 is set. "
+            f"Unset it, or {own}."
+        )
+    if not vllm_config.use_v2_model_runner:
+        missing = ", ".join(vllm_config._get_v2_model_runner_unsupported_features())
+        raise Refused(
+            "DeepSeek-V4 needs Model Runner V2, which vLLM does not choose here "
+            f"({missing or 'Triton is missing'}). Drop what it does not support, or {own}."
+        )
+    if model.dtype not in DTYPES:
+        raise Refused(
+            f"--dtype {str(model.dtype).removeprefix('torch.')} overflows in DeepSeek-V4's residual streams. "
+            "Use bfloat16 or float32."
+        )
+    cache = vllm_config.cache_config
+    if cache.cache_dtype not in KV_CACHE_DTYPES:
+        raise Refused(
+            f"--kv-cache-dtype {cache.cache_dtype} has no codec here. Use one of {', '.join(KV_CACHE_DTYPES)}."
+        )
+    if cache.user_specified_block_size and cache.block_size % BLOCK_SIZE:
+        raise Refused(
+            f"--block-size {cache.block_size} does not hold whole entries of 128 tokens. "
+            "Use a multiple of 128, or leave it out."
+        )
+    for name, size in (
+        ("--tensor-parallel-size", parallel.tensor_parallel_size),
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+    ):
+        if size > 1:
+            raise Refused(
+                f"{name} {size} is not supported: the native model runs on one rank. Use 1, or {own}."
+            )
+    if parallel.enable_expert_parallel:
+        raise Refused(
+            f"--enable-expert-parallel needs several ranks, and the native model runs on one. Drop it, or {own}."
+        )
+    if vllm_config.speculative_config is not None:
+        raise Refused(
+            "speculative decoding is not part of this version. "
+            f"Drop --speculative-config, or {own}."
+        )
+
+
+class AtomPlatform:
+    """Mixed in before one of vLLM's platform classes, whose `_enum` stays what it is."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        """Validate and complete the configuration.
+
+        Raises:
+            Refused: see `refuse_what_cannot_be_honoured`.
+            ValueError: the "atom" part of --additional-config is malformed.
+        """
+        settings = Settings.read(vllm_config.additional_config, os.environ)
+        if not serves(vllm_config):
+            super().check_and_update_config(vllm_config)  # type: ignore[misc]
+            return
+        refuse_what_cannot_be_honoured(vllm_config)
+        cls._check_and_update_deepseek_v4(vllm_config, settings)
+
+    @classmethod
+    def _check_and_update_deepseek_v4(
+        cls, vllm_config: "VllmConfig", settings: Settings
+    ) -> None:
+        from vllm.config import CompilationMode
+        from vllm.config.compilation import CUDAGraphMode
+
+        cache = vllm_config.cache_config
+        asked = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
+        super().check_and_update_config(vllm_config)  # type: ignore[misc]
+        cache.block_size = asked
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE

@@ -1,0 +1,117 @@
+"""CPUs: Model Runner V2 on Triton's interpreter and its replacements, and defaults that fit a small machine."""
+
+import logging
+import os
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm.platforms.cpu import CpuPlatform
+
+from atom_vllm_bridge.platforms.base import AtomPlatform, serves
+from atom_vllm_bridge.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.atom_vllm_bridge")
+
+GIB = 1 << 30
+# A step's tokens all hold rows until it settles (and async scheduling keeps two steps in flight).
+MAX_BATCHED_TOKENS = 1024
+
+
+class AtomCpuPlatform(AtomPlatform, CpuPlatform):
+    """vLLM's CPU platform; DeepSeek-V4 keeps chunked prefill, prefix caching and async scheduling on it."""
+
+    # Environment variables that the bridge set for the model configured last, to be unset for the next.
+    _set_here: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def _set_environment(cls, values: dict[str, str]) -> None:
+        """Set what the user did not set, and take back what was set for another model."""
+        for name, value in cls._set_here.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
+        cls._set_here = {k: v for k, v in values.items() if k not in os.environ}
+        os.environ.update(cls._set_here)
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
+        super().apply_config_platform_defaults(vllm_config)
+        if vllm_config.model_config is None:
+            return
+        if not serves(vllm_config):
+            # With a Triton backend present V2 would become the default of every model; without the plugin it is V1.
+            cls._set_environment({"VLLM_USE_V2_MODEL_RUNNER": "0"})
+            return
+        few = len(os.sched_getaffinity(0)) <= 4
+        # On few cores vLLM's automatic binding would keep half of them, or all but one, for the scheduler.
+        cls._set_environment({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if few else {})
+
+    @classmethod
+    def _check_and_update_deepseek_v4(
+        cls, vllm_config: "VllmConfig", settings: Settings
+    ) -> None:
+        cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+        # vLLM's CPU platform switches these off, or to what its own DeepSeek-V4 kernels need.
+        kept = [
+            (scheduler, "async_scheduling"),
+            (scheduler, "enable_chunked_prefill"),
+            (scheduler, "max_num_batched_tokens"),
+            (cache, "enable_prefix_caching"),
+        ]
+        before = [getattr(owner, name) for owner, name in kept]
+        super()._check_and_update_deepseek_v4(vllm_config, settings)
+        for (owner, name), value in zip(kept, before, strict=True):
+            setattr(owner, name, value)
+        cls._limit_batched_tokens(vllm_config)
+        cls._size_cache(vllm_config)
+
+    @classmethod
+    def _limit_batched_tokens(cls, vllm_config: "VllmConfig") -> None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        scheduler = vllm_config.scheduler_config
+        world = vllm_config.parallel_config.world_size
+        defaults = set(EngineArgs.get_batch_defaults(world)[0].values())
+        asked = scheduler.max_num_batched_tokens
+        # vLLM's default cannot be told from the same number typed by the user; any other number is the user's.
+        if asked in defaults and scheduler.enable_chunked_prefill:
+            scheduler.max_num_batched_tokens = max(
+                MAX_BATCHED_TOKENS, scheduler.max_num_seqs
+            )
+            logger.info(
+                "max_num_batched_tokens: %d (vLLM's default) → %d, which a CPU cache holds; pass another value to choose.",
+                asked,
+                scheduler.max_num_batched_tokens,
+            )
+
+    @classmethod
+    def _size_cache(cls, vllm_config: "VllmConfig") -> None:
+        import psutil
+
+        cache = vllm_config.cache_config
+        default = type(cache).__dataclass_fields__["gpu_memory_utilization"].default
+        if (
+            cache.kv_cache_memory_bytes is None
+            and cache.gpu_memory_utilization == default
+        ):
+            size = min(4 * GIB, psutil.virtual_memory().available // 4)
+            cache.kv_cache_memory_bytes = size
+            logger.info(
+                "KV cache: %.1f GiB; choose with --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE.",
+                size / GIB,
+            )
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        from vllm import triton_utils
+
+        from atom_vllm_bridge import engine_kernels
+
+        # vLLM's own replacements serve the V1 runner of every other model; it skips them where Triton seems present.
+        present, triton_utils.HAS_TRITON = triton_utils.HAS_TRITON, False
+        try:
+            super().register_triton_kernel_overrides()
+        finally:
+            triton_utils.HAS_TRITON = present
+        engine_kernels.register()

@@ -1,0 +1,99 @@
+"""The two entry points that vLLM calls, in every process that it starts.
+
+`register_platform` (group vllm.platform_plugins) names the platform class to use; `register_models` (group
+vllm.general_plugins) registers the model classes under vLLM's own architecture names. Both may be called any number of
+times and in any order.
+"""
+
+import logging
+import os
+
+from atom_vllm_bridge import compat
+from atom_vllm_bridge.settings import Settings
+
+logger = logging.getLogger("vllm.atom_vllm_bridge")
+
+# vLLM's platform class → ours. What vLLM finds elsewhere (XPU, TPU) is left alone.
+PLATFORMS = {
+    "vllm.platforms.cpu.CpuPlatform": "atom_vllm_bridge.platforms.cpu.AtomCpuPlatform",
+    "vllm.platforms.cuda.CudaPlatform": "atom_vllm_bridge.platforms.cuda.AtomCudaPlatform",
+    "vllm.platforms.rocm.RocmPlatform": "atom_vllm_bridge.platforms.rocm.AtomRocmPlatform",
+}
+
+# The names are vLLM's: it decides tokenizer mode, graph defaults and draft architecture by them.
+MODELS = {
+    "DeepseekV4ForCausalLM": "atom_vllm_bridge.target:AtomDeepseekV4ForCausalLM",
+}
+
+
+def register_platform() -> str | None:
+    """The platform class that vLLM should use, or None to leave the choice to vLLM.
+
+    Raises:
+        RuntimeError: the installed vLLM is outside the supported range.
+        ValueError: an ATOM_BRIDGE_* variable is unknown or malformed.
+    """
+    try:
+        settings = Settings.read(None, os.environ)
+        if settings.disable:
+            logger.info("atom-vllm-bridge is disabled by ATOM_BRIDGE_DISABLE=1.")
+            return None
+        compat.check_vllm_version(allow_untested=settings.allow_untested)
+        stock = detected_platform()
+        chosen = PLATFORMS.get(stock or "")
+        if chosen is None:
+            logger.info(
+                "atom-vllm-bridge has no platform for %s and leaves vLLM as it is.",
+                stock or "this machine",
+            )
+            return None
+        if chosen == PLATFORMS["vllm.platforms.cpu.CpuPlatform"]:
+            from atom_vllm_bridge.engine_kernels import interpreter
+
+            interpreter.install()
+        return chosen
+    except Exception as error:
+        # vLLM swallows what a platform plugin raises (at DEBUG), and would go on without a word.
+        logger.error("atom-vllm-bridge is not active: %s", error)
+        raise
+
+
+def detected_platform() -> str | None:
+    """The qualified name of the platform that vLLM would choose without plugins."""
+    from vllm import envs
+    from vllm.platforms import builtin_platform_plugins
+
+    if envs.VLLM_TARGET_DEVICE == "cpu":
+        return builtin_platform_plugins["cpu"]()
+    for name in ("cuda", "rocm", "tpu", "xpu", "cpu"):
+        if found := builtin_platform_plugins[name]():
+            return found
+    return None
+
+
+def register_models() -> None:
+    """Register the model classes and the weight format, if the bridge's platform is the one in use."""
+    settings = Settings.read(None, os.environ)
+    if settings.disable:
+        return
+    try:
+        compat.check_vllm_version(allow_untested=settings.allow_untested)
+    except RuntimeError as error:
+        # Every vLLM command loads this plugin: other models go on, DeepSeek-V4 is vLLM's own, and the log says so.
+        logger.error("atom-vllm-bridge registers no model: %s", error)
+        return
+
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture, path in MODELS.items():
+        known = ModelRegistry.models.get(architecture)
+        if (
+            f"{getattr(known, 'module_name', '')}:{getattr(known, 'class_name', '')}"
+            != path
+        ):
+            ModelRegistry.register_model(architecture, path)
+
+    from atom_vllm_bridge.weights import CHECKPOINT_FORMAT, CheckpointFormat
+
+    register_quantization_config(CHECKPOINT_FORMAT)(CheckpointFormat)

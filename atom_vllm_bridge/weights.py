@@ -1,0 +1,92 @@
+"""From a published checkpoint to the model's parameters: every tensor consumed once, or the load stops and names it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+
+from atom_vllm_bridge.models.deepseek_v4 import loading
+
+# vLLM's own name for this format lists no float32 and serves DeepSeek-V4.1 too, which stays vLLM's.
+CHECKPOINT_FORMAT = "atom_deepseek_v4"
+
+
+class CheckpointFormat(QuantizationConfig):
+    """Claims DeepSeek-V4's block-fp8 and mxfp4 checkpoints for `load`, which reads the layout from the tensors."""
+
+    def get_name(self) -> str:
+        return CHECKPOINT_FORMAT
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "CheckpointFormat":
+        return cls()
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        if user_quant == CHECKPOINT_FORMAT:
+            return CHECKPOINT_FORMAT
+        published = (
+            isinstance(hf_quant_cfg, dict)
+            and hf_quant_cfg.get("quant_method") in ("fp8", "deepseek_v4_fp8")
+            and getattr(hf_config, "model_type", None) == "deepseek_v4"
+        )
+        return CHECKPOINT_FORMAT if published else None
+
+    def get_quant_method(
+        self, layer: nn.Module, prefix: str
+    ) -> QuantizeMethodBase | None:
+        return None
+
+
+def load(
+    model: nn.Module,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    vllm_config: VllmConfig,
+) -> set[str]:
+    """Fill the target's parameters.
+
+    Args:
+        model: the adapter; its `.model` names a slot for each published tensor.
+        tensors: what vLLM's loader reads from the shards, in any order.
+        vllm_config: tells where the shards are.
+
+    Returns:
+        The names of all parameters, as vLLM's loader asks.
+
+    Raises:
+        CheckpointError: a shard is truncated, or a tensor is missing, left over, or of another shape or dtype.
+    """
+    where: dict[str, str] = {}
+    directory = Path(vllm_config.model_config.model)
+    if directory.is_dir():
+        where = {
+            name: found.shard for name, found in loading.check_shards(directory).items()
+        }
+    loading.load(
+        model.model.weight_slots(),
+        tensors,
+        # The drafts' tensors are theirs to load.
+        ignore=lambda name: name.startswith("mtp."),
+        where=where.get,
+    )
+    return {name for name, _ in model.named_parameters()}
