@@ -25,6 +25,7 @@ from atom_vllm_bridge.settings import Settings, environment
 
 SCHEMA = 1
 TIMEOUT = 120  # seconds a probe
+SHOWN = 20  # faults of a checkpoint
 
 ENTRY_POINTS = {
     "vllm.platform_plugins": "register_platform",
@@ -329,7 +330,10 @@ def _patches(report: Report, answer: Answer) -> None:
 def _checkpoint(report: Report, answer: Answer | None) -> None:
     found = report.sections["checkpoint"] = answer.value if answer else None
     if found:
-        report.faults += found.pop("problems")
+        problems = found.pop("problems")
+        report.faults += [f"checkpoint: {problem}" for problem in problems[:SHOWN]]
+        if len(problems) > SHOWN:
+            report.faults.append(f"checkpoint: {len(problems) - SHOWN} more faults.")
 
 
 def text(report: Report) -> str:
@@ -368,7 +372,7 @@ def _lines(report: Report) -> Iterator[str]:
     if s["checkpoint"]:
         yield "checkpoint"
         for name, value in s["checkpoint"].items():
-            yield f"  {name:<18}{_plain(value)}"
+            yield f"  {name:<25}{_plain(value)}"
     for note in report.notes:
         yield f"note: {note}"
     for fault in report.faults:

@@ -5,6 +5,7 @@ The environments are real: empty virtual environments into which a test lays the
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from atom_vllm_bridge.checkpoint.make import make
 from atom_vllm_bridge.cli import doctor, probes
+from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -229,6 +232,105 @@ def test_a_folder_named_like_a_package_is_not_taken_for_it(empty, tmp_path):
     )
     assert json.loads(done.stdout)["versions"]["vllm"] is None
     assert "trapped" not in done.stdout
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A small checkpoint with every kind of layer and three draft stages."""
+    out = tmp_path_factory.mktemp("made") / "tiny"
+    make(out, "tiny", "mxfp4", layers=6)
+    return out
+
+
+@pytest.fixture
+def checkpoint(made, tmp_path):
+    return Path(shutil.copytree(made, tmp_path / "checkpoint"))
+
+
+def test_a_checkpoint_is_read_without_torch(empty, made):
+    report = empty.report("--model", str(made))
+    assert report["checkpoint"] == {
+        "directory": str(made),
+        "architecture": "DeepseekV4ForCausalLM",
+        "layers": {
+            "sliding_attention": 1,
+            "compressed_sparse_attention": 3,
+            "heavily_compressed_attention": 2,
+        },
+        "feed_forward": {"hash_moe": 2, "moe": 4},
+        "experts": {"routed": 64, "per_token": 6, "shared": 1},
+        "index_topk": 512,
+        "sliding_window": 128,
+        "max_position_embeddings": 1048576,
+        "layout": "mxfp4",
+        "dtypes": {
+            "projections": "F8_E4M3",
+            "wo_a": "F8_E4M3",
+            "experts": "I8",
+            "scale": "F8_E8M0",
+        },
+        "tensors": len(check_shards(made)),
+        "draft": "dspark",
+        "draft_stages": 3,
+    }
+    assert not [f for f in report["faults"] if "checkpoint" in f]
+    assert "compressed_sparse_attention: 3" in empty.doctor("--model", str(made)).stdout
+
+
+def test_a_truncated_shard_is_named(empty, checkpoint):
+    (shard,) = checkpoint.glob("*.safetensors")
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 100)
+    report = empty.report("--model", str(checkpoint))
+    fault(report, shard.name, "is truncated")
+    assert report["checkpoint"]["index_topk"] == 512
+    assert report["checkpoint"]["layout"] is None
+
+
+def test_an_unknown_compress_ratio_and_a_missing_config_are_faults(empty, checkpoint):
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    config["compress_ratios"][1] = 16
+    path.write_text(json.dumps(config))
+    fault(empty.report("--model", str(checkpoint)), "config.json", "16")
+    path.unlink()
+    fault(empty.report("--model", str(checkpoint)), "config.json cannot be read")
+
+
+def test_a_missing_tensor_and_a_missing_stage_are_named(empty, checkpoint):
+    lost = "layers.2.attn.wkv.weight"
+    _drop(checkpoint, lambda name: name == lost)
+    fault(empty.report("--model", str(checkpoint)), f"{lost} is missing")
+    _drop(checkpoint, lambda name: name.startswith("mtp.2."))
+    fault(
+        empty.report("--model", str(checkpoint)), "3 draft stages", "the shards hold 2"
+    )
+
+
+def test_a_directory_that_is_no_checkpoint_is_a_fault(empty, tmp_path):
+    report = empty.report("--model", str(tmp_path / "nowhere"))
+    fault(report, "nowhere holds neither", "give a checkpoint's directory")
+
+
+def _drop(checkpoint: Path, gone) -> None:
+    """Rewrite a checkpoint of one shard without the tensors whose names `gone` accepts."""
+    (shard,) = checkpoint.glob("*.safetensors")
+    data = shard.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header.pop("__metadata__", None)
+    kept, body = {}, bytearray()
+    for name, entry in header.items():
+        if gone(name):
+            continue
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        offsets = [len(body), len(body) + end - begin]
+        kept[name] = entry | {"data_offsets": offsets}
+        body += data[begin:end]
+    text = json.dumps(kept).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + body)
+    index = {"weight_map": dict.fromkeys(kept, shard.name)}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 @pytest.fixture(scope="module")
