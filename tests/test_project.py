@@ -1,8 +1,11 @@
 """The project's own promises: what is packaged, what is documented, what the Makefile refuses."""
 
 import configparser
+import json
 import re
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -19,6 +22,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PYTHONS = ["3.11", "3.12", "3.13"]
+
+
+def make_serve(folder: Path, *variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["make", "serve", *variables],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +165,7 @@ def test_make_refuses_a_python_that_vllm_does_not_run_on_in_one_line(tmp_path, p
     )
     old.chmod(0o755)
     python = python.format(here=tmp_path)
-    done = subprocess.run(
-        ["make", "serve", f"PYTHON={python}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    done = make_serve(tmp_path, f"PYTHON={python}")
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if "***" not in line]
     assert lines == [
@@ -165,3 +173,78 @@ def test_make_refuses_a_python_that_vllm_does_not_run_on_in_one_line(tmp_path, p
         "Name one: make serve PYTHON=python3.12"
     ]
     assert not (tmp_path / ".venv").exists()
+
+
+FAKE_SERVER = """\
+#!{python}
+import http.server, sys, time
+print("started with", *sys.argv[1:], flush=True)
+if "--broken" in sys.argv:
+    sys.exit(3)
+time.sleep(1)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        print("asked for", self.path, flush=True)
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("localhost", port), Health).handle_request()
+time.sleep(1)
+"""
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """A checkout whose .venv is complete, with stand-ins for the two commands."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    commands = tmp_path / ".venv" / "bin"
+    commands.mkdir(parents=True)
+    (commands / "python").symlink_to(sys.executable)
+    make_checkpoint = 'mkdir -p "$3" && touch "$3/config.json" && echo "$@"'
+    scripts = {
+        "vllm": FAKE_SERVER.format(python=sys.executable),
+        "atom-vllm-bridge": f"#!/bin/sh\n{make_checkpoint}\n",
+    }
+    for name, text in scripts.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    (tmp_path / ".venv" / ".server-installed").touch()
+    return tmp_path
+
+
+def test_make_serve_makes_the_checkpoint_and_prints_a_request_once_it_is_ready(
+    installed,
+):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    done = make_serve(installed, f"PORT={port}", "SERVE_ARGS=--dtype float32")
+    assert done.returncode == 0, done.stderr
+    made, started, asked, *rest = [line for line in done.stdout.splitlines() if line]
+    assert made == "checkpoint make checkpoints/tiny"
+    assert started.startswith(f"started with serve checkpoints/tiny --port {port} ")
+    assert started.endswith(" --dtype float32")
+    assert asked == "asked for /health"
+    assert rest[0] == "Ready. Try:"
+    curl = shlex.split(" ".join(rest[1:]).replace("\\ ", ""))
+    assert curl[:2] == ["curl", f"http://localhost:{port}/v1/chat/completions"]
+    assert json.loads(curl[-1])["model"] == "checkpoints/tiny"
+    assert json.loads(curl[-1])["messages"]
+
+
+def test_make_serve_ends_with_a_server_that_does_not_start(installed):
+    done = make_serve(installed, "SERVE_ARGS=--broken")
+    assert done.returncode != 0
+    assert "Ready" not in done.stdout
+
+
+def test_make_serve_keeps_a_checkpoint_that_is_there(installed):
+    (installed / "checkpoints" / "tiny").mkdir(parents=True)
+    (installed / "checkpoints" / "tiny" / "config.json").write_text("{}")
+    done = make_serve(installed, "SERVE_ARGS=--broken")
+    assert "checkpoint make" not in done.stdout
+    done = make_serve(installed, "MODEL=/elsewhere", "SERVE_ARGS=--broken")
+    assert "started with serve /elsewhere " in done.stdout
