@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .checkpoint import BYTES, CheckpointError, TensorHeader
 
@@ -119,31 +119,36 @@ def _read_header(path: Path) -> Iterator[Placed]:
                     "Download it again."
                 ]
             )
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
-            raise CheckpointError(
-                [f"{path.name} has an unreadable header ({error}): download it again."]
-            ) from error
-    header.pop("__metadata__", None)
+        content = file.read(length)
+    try:
+        entries = [
+            (name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            for name, entry in json.loads(content).items()
+            if name != "__metadata__"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            [
+                f"{path.name} has an unreadable header ({type(error).__name__}: {error}): "
+                "download it again."
+            ]
+        ) from error
     data = 8 + length
     tensors = []
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        if entry["dtype"] not in BYTES:
+    for name, dtype, shape, begin, end in entries:
+        if dtype not in BYTES:
             raise CheckpointError(
-                [f"{name} is {entry['dtype']}, a dtype not known here, in {path.name}."]
+                [f"{name} is {dtype}, a dtype not known here, in {path.name}."]
             )
-        if prod(shape) * BYTES[entry["dtype"]] != end - begin:
+        if prod(shape) * BYTES[dtype] != end - begin:
             raise CheckpointError(
                 [
-                    f"{name} is {entry['dtype']} {list(shape)}, which is not {end - begin} bytes, "
+                    f"{name} is {dtype} {list(shape)}, which is not {end - begin} bytes, "
                     f"in {path.name}. Download it again."
                 ]
             )
-        placed = TensorHeader(path.name, entry["dtype"], shape)
-        tensors.append(Placed(name, placed, data + begin, end - begin))
+        header = TensorHeader(path.name, dtype, shape)
+        tensors.append(Placed(name, header, data + begin, end - begin))
     tensors.sort(key=lambda tensor: tensor.begin)
     expected = data + sum(tensor.nbytes for tensor in tensors)
     if size != expected:
