@@ -134,7 +134,8 @@ def _combine_sampled_and_draft_tokens(
         generated = decoding & (seq_lens - num_logits >= prefill)
         last_sampled = last_sampled_tokens_ptr.numpy().reshape(-1)
         input_ids[starts[generated]] = last_sampled[slots[generated]]
-    drafts = np.where(decoding, num_logits - NUM_NEW_SAMPLED_TOKENS, 0)
+    # A row of padding has no logits, hence no drafts.
+    drafts = np.maximum(num_logits - NUM_NEW_SAMPLED_TOKENS, 0) * decoding
     total = int(drafts.sum())
     if total:
         column = np.arange(total) - (drafts.cumsum() - drafts).repeat(drafts)

@@ -45,6 +45,7 @@ def install() -> str:
         return "compiled"
     _refuse_if_too_late()
     _redecorate_library()
+    _accept_masks_of_any_type()
     if BACKEND not in registered:
         registered[BACKEND] = _make_backend()
     return "interpreter"
@@ -70,6 +71,33 @@ def _redecorate_library() -> None:
     importlib.reload(importlib.import_module("triton.language.standard"))
     importlib.reload(importlib.import_module("triton.language.random"))
     importlib.reload(language)
+
+
+def _accept_masks_of_any_type() -> None:
+    # Spreading one bool over a block makes int32 in Triton 3.9, which its load and
+    # store then refuse as a mask: "mask has unsupported dtype".
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder = interpreter.InterpreterBuilder
+    if hasattr(builder, "_atom_bridge_masks"):
+        return
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def as_bool(mask: Any) -> Any:
+        if mask.data.dtype == bool:
+            return mask
+        return interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    def create_masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        return load(self, ptrs, as_bool(mask), *rest)
+
+    def create_masked_store(
+        self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any
+    ) -> Any:
+        return store(self, ptrs, value, as_bool(mask), *rest)
+
+    builder.create_masked_load = create_masked_load
+    builder.create_masked_store = create_masked_store
+    builder._atom_bridge_masks = True
 
 
 def _refuse_if_too_late() -> None:

@@ -1,0 +1,54 @@
+"""Stand-in for the kernel of vllm.v1.worker.gpu.structured_outputs."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def _apply_grammar_bitmask(
+    logits_ptr: torch.Tensor,
+    logits_stride: int,
+    logits_indices_ptr: torch.Tensor,
+    cu_num_logits_ptr: torch.Tensor,
+    bitmask_ptr: torch.Tensor,
+    bitmask_stride: int,
+    vocab_size: int,
+    MASK_STRIDE: int,
+    BLOCK_SIZE: int,
+    *,
+    grid: tuple[int, ...],
+    **options: Any,
+) -> None:
+    """Set the logits of tokens that the grammar forbids to −∞.
+
+    Mask m is for position p of request b, where logits_indices[m] = b · MASK_STRIDE
+    + p; one past the request's logits is dropped.
+
+    Args:
+        logits_ptr: [logits, vocabulary].
+        bitmask_ptr: [M, ⌈vocabulary / 32⌉] int32, bit 0 of word 0 for token 0; a
+            clear bit forbids.
+    """
+    count = grid[0]
+    requests, positions = np.divmod(logits_indices_ptr.numpy()[:count], MASK_STRIDE)
+    cu_logits = cu_num_logits_ptr.numpy()
+    rows = cu_logits[requests] + positions
+    forbidden_words = ~bitmask_ptr.numpy()[:count]
+    width = min(vocab_size, grid[1] * BLOCK_SIZE)
+    for mask in (rows < cu_logits[requests + 1]).nonzero()[0].tolist():
+        forbidden = np.unpackbits(
+            forbidden_words[mask].astype("<i4", copy=False).view(np.uint8),
+            count=width,
+            bitorder="little",
+        )
+        logits_ptr[rows[mask], :width].masked_fill_(
+            torch.from_numpy(forbidden.view(np.bool_)), float("-inf")
+        )
+
+
+OVERRIDES = {
+    "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel": (
+        _apply_grammar_bitmask
+    ),
+}
