@@ -10,8 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import TypeVar
 
 import torch
+
+from atom_vllm_bridge.models.deepseek_v4.config import CSA, DeepseekV4Config
+from atom_vllm_bridge.models.ops.rows import pitch
+from atom_vllm_bridge.models.quantization.kv_codecs import KVCodec
+
+T = TypeVar("T")
 
 
 class CacheRole(StrEnum):
@@ -59,19 +66,17 @@ class BlockTable:
     slots: torch.Tensor
     block_size: int
     tokens_per_row: int = 1
-    _derived: dict[str, torch.Tensor | tuple[torch.Tensor, ...]] = field(
-        default_factory=dict, repr=False
-    )
+    _derived: dict[str, object] = field(default_factory=dict, repr=False)
 
     @property
     def rows_per_block(self) -> int:
         return self.block_size // self.tokens_per_row
 
-    def derive(self, name: str, make: Callable[[], object]) -> object:
+    def derive(self, name: str, make: Callable[[], T]) -> T:
         """Index tensors that all layers of the group share are made once a step."""
         if name not in self._derived:
-            self._derived[name] = make()  # type: ignore[assignment]
-        return self._derived[name]
+            self._derived[name] = make()
+        return self._derived[name]  # type: ignore[return-value]
 
 
 @dataclass
@@ -85,6 +90,42 @@ class Cache:
 
     rows: torch.Tensor
     table: BlockTable
+
+    @property
+    def pitch(self) -> int:
+        """Row ids from one block to the next; layers of a group may differ (`ops/rows.py`)."""
+        return pitch(self.rows)
+
+    def row_ids(
+        self, request: torch.Tensor, row: torch.Tensor, parts: int = 1
+    ) -> torch.Tensor:
+        """Ids of rows by their order in a request.
+
+        Args:
+            request: [N] int64.
+            row: [N, ...] int64, position // tokens_per_row; beyond the block table: its last block.
+            parts: into how many rows of `rows` a row of the group is cut.
+
+        Returns:
+            [N, ...] int64 ids for `gather_rows`; of the first part.
+        """
+        blocks, per_block = self.table.blocks, self.table.rows_per_block
+        width = blocks.shape[1]
+        column = (row // per_block).clamp_(max=width - 1)
+        first = (request * width).view(-1, *(1,) * (row.dim() - 1))
+        block = torch.take(blocks, column.add_(first)).long()
+        return block.mul_(self.pitch).add_(row % per_block * parts)
+
+    def slot_ids(self) -> torch.Tensor:
+        """[T] int64, ids of the rows to which tokens belong; −1: the token writes nothing."""
+        table, pitch_ = self.table, self.pitch
+
+        def make() -> torch.Tensor:
+            block = table.slots // table.block_size
+            row = (table.slots % table.block_size) // table.tokens_per_row
+            return torch.where(table.slots >= 0, block * pitch_ + row, -1)
+
+        return table.derive(f"slots {pitch_}", make)
 
 
 @dataclass
@@ -121,3 +162,33 @@ class Batch:
         tokens = torch.arange(self.positions.numel(), device=self.positions.device)
         ends = self.query_start_loc[1:].to(tokens.dtype)
         return torch.bucketize(tokens, ends, right=True).clamp_(max=ends.numel() - 1)
+
+
+def layer_caches(
+    config: DeepseekV4Config, layer: int, codec: KVCodec
+) -> dict[CacheRole, CacheShape]:
+    """The caches that a decoder layer of the target needs.
+
+    A compressor row is float32 [kv | score]: one token's inputs, two parts each where groups overlap (CSA).
+    """
+    kv, index = codec.kv, codec.index
+    window = CacheShape(kv.width, kv.dtype, window=config.sliding_window)
+    caches = {CacheRole.WINDOW: window}
+    ratio = config.ratio(layer)
+    if not ratio:
+        return caches
+    sparse = config.layer_types[layer] == CSA
+    parts = 2 if sparse else 1
+
+    def rolling(dim: int) -> CacheShape:
+        width = 2 * parts * dim
+        return CacheShape(width, torch.float32, window=parts * ratio, ratio=ratio)
+
+    caches[CacheRole.COMPRESSED] = CacheShape(kv.width, kv.dtype, ratio, None, ratio)
+    caches[CacheRole.COMPRESSOR] = rolling(config.head_dim)
+    if sparse:
+        caches[CacheRole.INDEX] = CacheShape(
+            index.width, index.dtype, ratio, None, ratio
+        )
+        caches[CacheRole.INDEX_COMPRESSOR] = rolling(config.index_head_dim)
+    return caches

@@ -1,0 +1,226 @@
+"""Attention of the three kinds: a sliding window of raw keys, and beside it compressed entries, all (HCA) or selected (CSA).
+
+q_low | kv | … = x · W_inᵀ;   q = rms(rms(q_low; q_norm) · wq_bᵀ) for each head;   kv = rms(kv; kv_norm), one head, key and value
+q and kv are rotated on their tail at their position; o = softmax(scores, sink) · kv is rotated back; then the grouped
+output projection. Everything that reads x is one matrix: queries, kv, and what compressor and indexer take.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from atom_vllm_bridge.models.deepseek_v4.compressor import Compressor
+from atom_vllm_bridge.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
+from atom_vllm_bridge.models.deepseek_v4.indexer import Indexer
+from atom_vllm_bridge.models.deepseek_v4.plan import Plan
+from atom_vllm_bridge.models.deepseek_v4.state import Cache, LayerState
+from atom_vllm_bridge.models.ops.registry import resolve
+from atom_vllm_bridge.models.quantization.kv_codecs import KVCodec
+
+# Up to so many entries for one selected, reading all and hiding some beats fetching the selected ones for every query.
+DENSE_ENTRIES = 16
+
+
+class Attention(nn.Module):
+    """One layer's attention.
+
+    Args:
+        config: the model's.
+        layer_type: one of config.py's three.
+        codec: storage of cache rows.
+        dtype: of weights and activations.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        layer_type: str,
+        ratio: int,
+        codec: KVCodec,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.layer_type, self.codec = layer_type, codec
+        self.window = config.sliding_window
+        self.norm_eps = config.rms_norm_eps
+        self.num_heads, self.dim = config.num_attention_heads, config.head_dim
+        self.groups, self.q_rank = config.o_groups, config.q_lora_rank
+        self.scale = self.dim**-0.5
+        self.compressor: Compressor | None = None
+        self.indexer: Indexer | None = None
+        self.columns = {"q_low": self.q_rank, "kv": self.dim}
+        self.query_rows = query_rows = self.num_heads * self.dim
+        if layer_type != SLIDING:
+            self.compressor = Compressor(
+                self.dim,
+                ratio,
+                layer_type == CSA,
+                config.rms_norm_eps,
+                codec.kv,
+                device,
+            )
+            self.columns["compressor"] = self.compressor.projected
+        if layer_type == CSA:
+            self.indexer = Indexer(config, ratio, codec.index, device)
+            self.columns["index_compressor"] = self.indexer.compressor.projected
+            self.columns["index_weight"] = self.indexer.num_heads
+            query_rows += self.indexer.num_heads * self.indexer.dim
+
+        kind = {"dtype": dtype, "device": device}
+        fp32 = {"dtype": torch.float32, "device": device}
+        self.w_in = nn.Parameter(
+            torch.empty(sum(self.columns.values()), config.hidden_size, **kind)
+        )
+        self.q_norm = nn.Parameter(torch.empty(self.q_rank, **fp32))
+        self.kv_norm = nn.Parameter(torch.empty(self.dim, **fp32))
+        self.wq_b = nn.Parameter(torch.empty(query_rows, self.q_rank, **kind))
+        self.sink = nn.Parameter(torch.empty(self.num_heads, **fp32))
+        self.wo_a = nn.Parameter(
+            torch.empty(
+                self.groups,
+                config.o_lora_rank,
+                self.num_heads * self.dim // self.groups,
+                **kind,
+            )
+        )
+        self.wo_b = nn.Parameter(
+            torch.empty(config.hidden_size, self.groups * config.o_lora_rank, **kind)
+        )
+        self.rms_norm = resolve("rms_norm", device)
+        self.rope = resolve("rope", device)
+        self.inverse_rope = resolve("inverse_rope", device)
+        self.write_rows = resolve("write_rows", device)
+        self.sparse_attention = resolve("sparse_attention", device)
+        self.grouped_output_projection = resolve("grouped_output_projection", device)
+
+    def forward(self, x: torch.Tensor, plan: Plan, state: LayerState) -> torch.Tensor:
+        """[T, d] → [T, d]; writes this step's rows, then attends to the caches."""
+        projected = F.linear(x, self.w_in).split(list(self.columns.values()), -1)
+        inputs = dict(zip(self.columns, projected, strict=True))
+        rotation = plan.rotation(self.layer_type)
+        self.write_kv(inputs["kv"], rotation, state.window)
+        low = self.rms_norm(inputs["q_low"], self.q_norm, self.norm_eps)
+        query, compressed = self.query(low), None
+        if self.compressor is not None:
+            state_, entries = _need(state.compressor), _need(state.compressed)
+            self.compressor(inputs["compressor"].float(), plan, state_, entries)
+            compressed = entries
+        selected = None
+        if self.indexer is not None:
+            state_, index = _need(state.index_compressor), _need(state.index)
+            self.indexer.compressor(
+                inputs["index_compressor"].float(), plan, state_, index
+            )
+            # With no more entries than it would select, it has nothing to choose.
+            if plan.entries(self.indexer.ratio) > self.indexer.topk:
+                index_query = F.linear(low, self.wq_b[self.query_rows :])
+                selected = self.indexer(
+                    index_query, inputs["index_weight"], plan, index
+                )
+        query = self.rope(query, rotation)
+        o = self.attend(query, plan, state.window, compressed, selected)
+        return self.output(o, rotation, x.dtype)
+
+    def query(self, low: torch.Tensor) -> torch.Tensor:
+        """[T, rank] normed → [T, H, D] float32, each head normed, not yet rotated."""
+        query = F.linear(low, self.wq_b[: self.query_rows]).float()
+        query = query.unflatten(-1, (self.num_heads, self.dim))
+        return self.rms_norm(query, None, self.norm_eps)
+
+    def write_kv(
+        self, kv: torch.Tensor, rotation: torch.Tensor, window: Cache
+    ) -> None:
+        """Norm, rotate and store the raw keys [T, D] of tokens."""
+        kv = self.rms_norm(kv.float(), self.kv_norm, self.norm_eps)
+        row = self.codec.kv.encode(self.rope(kv, rotation))
+        self.write_rows(window.rows, window.slot_ids(), row)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        plan: Plan,
+        window: Cache,
+        compressed: Cache | None,
+        selected: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Rotated queries [T, H, D] float32 → [T, H, D] float32."""
+        entries = 0
+        if compressed is not None:
+            entries = plan.entries(compressed.table.tokens_per_row)
+        query_bytes = 8 * self.num_heads * (self.window + entries)
+        tiles = plan.tiles(plan.tile_size(query_bytes))
+        if selected is not None and entries > DENSE_ENTRIES * selected.shape[1]:
+            tiles = plan.tiles(1)
+        keys = None
+        if compressed is not None and entries > 0:
+            keys = (
+                plan.entry_keys(compressed, tiles)
+                if selected is None
+                else plan.selected_keys(compressed, tiles, selected)
+            )
+        o = self.sparse_attention(
+            tiles.split(query),
+            self.sink,
+            self.scale,
+            plan.window_keys(window, tiles, self.window),
+            keys,
+            self.codec.kv.decode,
+        )
+        return tiles.join(o)
+
+    def output(
+        self, o: torch.Tensor, rotation: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Rotate back and project: [T, H, D] float32 → [T, d] in `dtype`."""
+        o = self.inverse_rope(o, rotation).to(dtype)
+        return self.grouped_output_projection(o, self.wo_a, self.wo_b)
+
+    def weight_slots(self) -> dict[str, torch.Tensor]:
+        """Where each published tensor of the layer goes: views into the fused matrices."""
+        w_in = dict(
+            zip(
+                self.columns,
+                self.w_in.data.split(list(self.columns.values())),
+                strict=True,
+            )
+        )
+        slots = {
+            "wq_a.weight": w_in["q_low"],
+            "q_norm.weight": self.q_norm.data,
+            "wq_b.weight": self.wq_b.data[: self.query_rows],
+            "wkv.weight": w_in["kv"],
+            "kv_norm.weight": self.kv_norm.data,
+            "attn_sink": self.sink.data,
+            "wo_a.weight": self.wo_a.data.flatten(0, 1),
+            "wo_b.weight": self.wo_b.data,
+        }
+        if self.compressor is not None:
+            slots |= _compressor_slots(
+                "compressor.", self.compressor, w_in["compressor"]
+            )
+        if self.indexer is not None:
+            slots |= _compressor_slots(
+                "indexer.compressor.",
+                self.indexer.compressor,
+                w_in["index_compressor"],
+            )
+            slots["indexer.weights_proj.weight"] = w_in["index_weight"]
+            slots["indexer.wq_b.weight"] = self.wq_b.data[self.query_rows :]
+        return slots
+
+
+def _compressor_slots(
+    prefix: str, compressor: Compressor, projection: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    kv, gate = projection.chunk(2)
+    slots = {"wkv.weight": kv, "wgate.weight": gate, **compressor.weight_slots()}
+    return {prefix + name: slot for name, slot in slots.items()}
+
+
+def _need(cache: Cache | None) -> Cache:
+    if cache is None:
+        raise ValueError(
+            "attention: a compressed layer was given no compressed, compressor or index cache; allocate what layer_caches names."
+        )
+    return cache

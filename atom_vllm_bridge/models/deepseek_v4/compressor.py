@@ -1,0 +1,77 @@
+"""The rolling compressor: every `ratio` tokens, the last K tokens' inputs become one entry.
+
+[kv | score] = x · [wkv; wgate]ᵀ, float32, kept for each token with the score's position bias `ape` added. At every position p
+with (p + 1) % ratio = 0 the last K rows are pooled, normed, rotated at the first position of p's group, and stored. Rows are
+written before they are read, so a chunk, its predecessors and a draft that was rejected all look alike.
+"""
+
+import torch
+from torch import nn
+
+from atom_vllm_bridge.models.deepseek_v4.plan import Plan
+from atom_vllm_bridge.models.deepseek_v4.state import Cache
+from atom_vllm_bridge.models.ops.registry import resolve
+from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
+
+
+class Compressor(nn.Module):
+    """Pools tokens into the entries of one compressed cache (a layer's own, or its indexer's).
+
+    The projections are rows of the layer's fused input projection and not kept here.
+
+    Args:
+        dim: width of an entry.
+        ratio: tokens an entry.
+        overlap: an entry spans its own group of tokens and the one before.
+        norm_eps: of the norm of entries.
+        codec: storage of entries.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        ratio: int,
+        overlap: bool,
+        norm_eps: float,
+        codec: RowCodec,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.dim, self.ratio, self.overlap = dim, ratio, overlap
+        self.norm_eps, self.codec = norm_eps, codec
+        self.parts = 2 if overlap else 1
+        fp32 = {"dtype": torch.float32, "device": device}
+        self.ape = nn.Parameter(torch.empty(ratio, self.parts * dim, **fp32))
+        self.norm = nn.Parameter(torch.empty(dim, **fp32))
+        self.compressor_pool = resolve("compressor_pool", device)
+        self.rms_norm = resolve("rms_norm", device)
+        self.rope = resolve("rope", device)
+        self.write_rows = resolve("write_rows", device)
+
+    @property
+    def projected(self) -> int:
+        """Columns of kv and score together."""
+        return 2 * self.parts * self.dim
+
+    def forward(
+        self, inputs: torch.Tensor, plan: Plan, state: Cache, compressed: Cache
+    ) -> None:
+        """Store the tokens' inputs, then the entries that they complete.
+
+        Args:
+            inputs: [T, projected] float32, kv beside score; the position bias is added in place.
+            plan: the step.
+            state: the rolling rows.
+            compressed: the entries.
+        """
+        inputs[:, self.parts * self.dim :] += self.ape[plan.positions % self.ratio]
+        self.write_rows(state.rows, state.slot_ids(), inputs)
+        cut = state.rows.unflatten(-1, (2 * self.parts, self.dim)).flatten(1, 2)
+        pool = plan.pool(Cache(cut, state.table), compressed, self.overlap)
+        entry = self.compressor_pool(cut, pool.ids, pool.unseen)
+        entry = self.rms_norm(entry, self.norm, self.norm_eps)
+        entry = self.codec.encode(self.rope(entry, pool.rotation))
+        self.write_rows(compressed.rows, pool.write, entry)
+
+    def weight_slots(self) -> dict[str, torch.Tensor]:
+        return {"ape": self.ape.data, "norm.weight": self.norm.data}

@@ -1,0 +1,87 @@
+"""Mixture of experts: k routed experts and a shared one, all with a clamped SwiGLU.
+
+The first layers take a token's experts from a table of token ids (`hash_moe`), the others from a biased top-k (`moe`); both weigh
+them by the gate's scores.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from atom_vllm_bridge.models.deepseek_v4.config import HASH_MOE, DeepseekV4Config
+from atom_vllm_bridge.models.ops.registry import resolve
+
+
+class MixtureOfExperts(nn.Module):
+    """One layer's feed-forward.
+
+    Args:
+        config: the model's.
+        mlp_type: `hash_moe` or `moe`.
+        dtype: of the experts.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        mlp_type: str,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.k, self.route_scale = (
+            config.num_experts_per_tok,
+            config.routed_scaling_factor,
+        )
+        self.num_experts, self.limit = config.n_routed_experts, config.swiglu_limit
+        d, inner = config.hidden_size, config.moe_intermediate_size
+        shared = config.shared_intermediate_size
+        kind = {"dtype": dtype, "device": device}
+        fp32 = {"dtype": torch.float32, "device": device}
+        self.gate = nn.Parameter(torch.empty(self.num_experts, d, **fp32))
+        table = bias = None
+        if mlp_type == HASH_MOE:
+            table = torch.zeros(
+                config.vocab_size, self.k, dtype=torch.int64, device=device
+            )
+        else:
+            bias = nn.Parameter(torch.empty(self.num_experts, **fp32))
+        self.tid2eid: torch.Tensor | None
+        self.register_buffer("tid2eid", table)
+        self.register_parameter("bias", bias)
+        self.w13 = nn.Parameter(torch.empty(self.num_experts, 2 * inner, d, **kind))
+        self.w2 = nn.Parameter(torch.empty(self.num_experts, d, inner, **kind))
+        self.shared_w13 = nn.Parameter(torch.empty(2 * shared, d, **kind))
+        self.shared_w2 = nn.Parameter(torch.empty(d, shared, **kind))
+        self.router = resolve("router", device)
+        self.experts = resolve("experts", device)
+        self.swiglu = resolve("swiglu", device)
+
+    def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        """[T, d], and [T] token ids, none negative → [T, d]."""
+        table = self.tid2eid
+        chosen = None if table is None else table.index_select(0, input_ids)
+        chosen, weights = self.router(
+            x, self.gate, self.route_scale, self.k, self.bias, chosen
+        )
+        y = self.experts(x, chosen, weights, self.w13, self.w2, self.limit)
+        hidden = self.swiglu(F.linear(x, self.shared_w13), self.limit)
+        return y.add_(F.linear(hidden, self.shared_w2)).to(x.dtype)
+
+    def weight_slots(self) -> dict[str, torch.Tensor]:
+        """Where each published tensor goes: views into the stacked experts."""
+        slots = {"gate.weight": self.gate.data}
+        if self.tid2eid is not None:
+            slots["gate.tid2eid"] = self.tid2eid
+        if self.bias is not None:
+            slots["gate.bias"] = self.bias.data
+        w1, w3 = self.w13.data.chunk(2, 1)
+        for e in range(self.num_experts):
+            slots[f"experts.{e}.w1.weight"] = w1[e]
+            slots[f"experts.{e}.w2.weight"] = self.w2.data[e]
+            slots[f"experts.{e}.w3.weight"] = w3[e]
+        w1, w3 = self.shared_w13.data.chunk(2)
+        slots["shared_experts.w1.weight"] = w1
+        slots["shared_experts.w2.weight"] = self.shared_w2.data
+        slots["shared_experts.w3.weight"] = w3
+        return slots

@@ -1,0 +1,146 @@
+"""Which implementation of an op runs on which device.
+
+An op is a stem: `ops/torch/<stem>.py` defines a function of that name, which is the reference. Other providers offer some of
+the same names with the same signature. A module of the model asks once, when it is built:
+
+    self.hc_pre = resolve("hc_pre", device)
+
+The first provider of the preference list that has the op and accepts the device is taken; torch ends every list.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from atom_vllm_bridge.models.ops import torch as torch_ops
+
+
+class Op(Protocol):
+    """A function of tensors; its signature is that of its stem in ops/torch."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A source of ops.
+
+    Attributes:
+        name: as written in the setting.
+        load: stem → function, or None where the provider does not have it.
+        refusal: why it cannot run on a device, or None where it can.
+    """
+
+    name: str
+    load: Callable[[str], Op | None]
+    refusal: Callable[[torch.device], str | None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `resolve` picked for an op on a device type, and why."""
+
+    op: str
+    device: str
+    provider: str
+    reason: str
+
+
+def names() -> tuple[str, ...]:
+    """Every op, in alphabetical order."""
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(torch_ops.__path__)))
+
+
+def _load_torch(stem: str) -> Op:
+    return getattr(importlib.import_module(f"{torch_ops.__name__}.{stem}"), stem)
+
+
+_TORCH = Provider("torch", _load_torch, lambda device: None)
+_providers: dict[str, Provider] = {"torch": _TORCH}
+_preferred: tuple[str, ...] = ()
+_pinned: dict[str, str] = {}
+_choices: dict[tuple[str, str], Choice] = {}
+
+
+def register(provider: Provider) -> None:
+    """Offer a provider; one of the same name is replaced. Providers registered later come first."""
+    _providers.pop(provider.name, None)
+    _providers[provider.name] = provider
+
+
+def providers_of(op: str, device: torch.device | str = "cpu") -> tuple[str, ...]:
+    """The providers that have `op` and run on `device`; for tests that compare them."""
+    device = torch.device(device)
+    return tuple(
+        name
+        for name, provider in _providers.items()
+        if provider.refusal(device) is None and provider.load(op) is not None
+    )
+
+
+def configure(spec: str) -> None:
+    """Set the preference from text such as `"triton,indexer_topk=torch"`.
+
+    A bare name is a preferred provider (several: in this order); `op=provider` pins one op. An empty text restores the defaults.
+
+    Raises:
+        ValueError: an unknown op or provider.
+    """
+    global _preferred, _pinned
+    preferred: list[str] = []
+    pinned: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in spec.split(","))):
+        op, _, provider = part.rpartition("=")
+        if provider not in _providers:
+            raise ValueError(
+                f"ops: no provider is called {provider!r} in {spec!r}; there are {', '.join(_providers)}."
+            )
+        if not op:
+            preferred.append(provider)
+        elif op in names():
+            pinned[op] = provider
+        else:
+            raise ValueError(
+                f"ops: no op is called {op!r} in {spec!r}; there are {', '.join(names())}."
+            )
+    _preferred, _pinned = tuple(preferred), pinned
+    _choices.clear()
+
+
+def resolve(op: str, device: torch.device | str) -> Op:
+    """The function that runs `op` on `device`.
+
+    Raises:
+        ValueError: the setting pins the op to a provider that lacks it or refuses the device.
+    """
+    device = torch.device(device)
+    if pin := _pinned.get(op):
+        reason = _providers[pin].refusal(device)
+        function = None if reason else _providers[pin].load(op)
+        if function is None:
+            raise ValueError(
+                f"ops: {op}={pin} is set, but {reason or f'{pin} has no {op}'}; take it out of the setting."
+            )
+        _choices[op, device.type] = Choice(op, device.type, pin, "pinned by the setting")
+        return function
+    others = [name for name in reversed(_providers) if name not in _preferred]
+    passed: list[str] = []
+    for name in (*_preferred, *others):
+        if reason := _providers[name].refusal(device):
+            passed.append(f"{name}: {reason}")
+        elif function := _providers[name].load(op):
+            why = "; ".join(passed) or "first in the list"
+            _choices[op, device.type] = Choice(op, device.type, name, why)
+            return function
+        else:
+            passed.append(f"{name} has no {op}")
+    raise ValueError(f"ops: no provider has {op!r}; there are {', '.join(names())}.")
+
+
+def table() -> list[Choice]:
+    """The choices made so far, by op."""
+    return [_choices[key] for key in sorted(_choices)]
