@@ -44,6 +44,7 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
     "topk_method": "noaux_tc",
     "torch_dtype": "bfloat16",
+    "transformers_version": "5.19.0",
     "use_cache": True,
 }
 
