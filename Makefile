@@ -84,7 +84,7 @@ export ANNOUNCE
 
 serve: $(SERVER) $(if $(filter checkpoints/tiny,$(MODEL)),$(MODEL)/config.json)
 	@$(BIN)/python -c "$$ANNOUNCE" $(PORT) $(MODEL) $$$$ & \
-	exec $(BIN)/vllm serve $(MODEL) --port $(PORT) --enable-auto-tool-choice \
+	exec $(BIN)/vllm serve $(MODEL) --port $(PORT) --max-model-len auto --enable-auto-tool-choice \
 		--tool-call-parser deepseek_v4 --reasoning-parser deepseek_v4 $(SERVE_ARGS)
 
 test: $(TOOLS)
