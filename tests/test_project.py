@@ -2,6 +2,7 @@
 
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
@@ -25,9 +26,12 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 
 
 def make_serve(folder: Path, *variables: str) -> subprocess.CompletedProcess:
+    # The make that runs these tests would pass its own flags and variables on.
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PORT", "MODEL", "SERVE_ARGS")
     return subprocess.run(
         ["make", "serve", *variables],
         cwd=folder,
+        env={name: value for name, value in os.environ.items() if name not in outer},
         capture_output=True,
         text=True,
         check=False,
