@@ -16,9 +16,11 @@ import importlib
 import inspect
 import logging
 import pkgutil
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
+from atom_vllm_bridge.engine_kernels import fingerprints
 from atom_vllm_bridge.patches.registry import ALREADY_UPSTREAM, APPLIED, load
 
 logger = logging.getLogger(__name__)
@@ -50,8 +52,8 @@ def overrides() -> dict[str, Callable[..., Any]]:
 def register(only: Collection[str] | None = None) -> list[str]:
     """Replace the kernels in this process; once for each kernel.
 
-    A kernel that is missing in the installed vLLM, or whose parameters are not those
-    of its stand-in, is left to the interpreter and named in a warning.
+    A kernel that is missing in the installed vLLM, or that is not the one its stand-in
+    was written against, is left to the interpreter and named in a warning.
 
     Args:
         only: qualified names to register; every one if None.
@@ -69,6 +71,10 @@ def register(only: Collection[str] | None = None) -> list[str]:
             f"engine kernels: patch override-grid is {state}; the stand-ins need the "
             "launch grid. Install a vLLM that this plugin supports."
         )
+    if importlib.import_module("vllm.platforms").current_platform.is_cpu():
+        # What vLLM's CPU worker imports before anything of the runner: it replaces
+        # functions that the runner's modules copy when they are imported.
+        importlib.import_module("vllm.v1.worker.cpu.shm")
     table = overrides()
     if only is not None:
         table = {name: table[name] for name in only}
@@ -80,7 +86,10 @@ def register(only: Collection[str] | None = None) -> list[str]:
     register_kernels = importlib.import_module(
         "vllm.triton_utils.dispatcher"
     ).register_kernels
-    register_kernels(fitting)
+    with warnings.catch_warnings():
+        # It looks at every attribute of every module, deprecated ones too.
+        warnings.simplefilter("ignore")
+        register_kernels(fitting)
     _registered.update(fitting)
     return list(fitting)
 
@@ -115,12 +124,10 @@ def _fits(name: str, implementation: Callable[..., Any]) -> bool:
         return False
     expected = parameters_of(implementation)
     if tuple(kernel.arg_names) != expected:
-        logger.warning(
-            "engine kernels: %s takes %s where %s was expected; it stays interpreted "
-            "and slow.",
-            name,
-            tuple(kernel.arg_names),
-            expected,
-        )
-        return False
-    return True
+        reason = f"it takes {tuple(kernel.arg_names)} where {expected} was expected"
+    elif fingerprints.digest(kernel) != fingerprints.KERNELS.get(name):
+        reason = "its code is not the one that the stand-in was written against"
+    else:
+        return True
+    logger.warning("engine kernels: %s stays interpreted, and slow: %s.", name, reason)
+    return False

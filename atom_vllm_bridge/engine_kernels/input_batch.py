@@ -199,6 +199,8 @@ def _post_update(
         computed_delta += np.diff(query_start_loc_ptr.numpy()[: count + 1])
     sampled = sampled_tokens_ptr.numpy()
     rows = np.arange(count)
+    # A slot times a row of a million tokens may pass 2³¹.
+    slots = slots.astype(np.int64)
     real = slots >= 0
     if not real.all():
         slots, num_sampled, computed_delta, rows = (
@@ -224,7 +226,8 @@ def _post_update(
         some = num_sampled > 0
         last_slots, last_tokens = slots[some], tokens[last[some] - 1]
     last_sampled_tokens_ptr.numpy().reshape(-1)[last_slots] = last_tokens
-    all_token_ids_ptr.numpy()[token_slots, token_places] = tokens
+    all_token_ids = all_token_ids_ptr.view(-1).numpy()
+    all_token_ids[token_slots * all_token_ids_stride + token_places] = tokens
     if output_bin_counts_ptr is not None:
         np.add.at(output_bin_counts_ptr.numpy(), (token_slots, tokens), 1)
 

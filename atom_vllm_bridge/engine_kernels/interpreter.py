@@ -45,7 +45,7 @@ def install() -> str:
         return "compiled"
     _refuse_if_too_late()
     _redecorate_library()
-    _accept_masks_of_any_type()
+    _keep_bools_when_spread()
     if BACKEND not in registered:
         registered[BACKEND] = _make_backend()
     return "interpreter"
@@ -73,31 +73,24 @@ def _redecorate_library() -> None:
     importlib.reload(language)
 
 
-def _accept_masks_of_any_type() -> None:
-    # Spreading one bool over a block makes int32 in Triton 3.9, which its load and
-    # store then refuse as a mask: "mask has unsupported dtype".
+def _keep_bools_when_spread() -> None:
+    # In Triton 3.9 a comparison keeps the type of what it compared on its data, and
+    # spreading one truth value over a block makes numbers of that type, which then
+    # fail as a mask ("mask has unsupported dtype") or under "&".
     interpreter = importlib.import_module("triton.runtime.interpreter")
+    int1 = importlib.import_module("triton.language").int1
     builder = interpreter.InterpreterBuilder
-    if hasattr(builder, "_atom_bridge_masks"):
+    if hasattr(builder, "_atom_bridge_spread"):
         return
-    load, store = builder.create_masked_load, builder.create_masked_store
+    splat = builder.create_splat
 
-    def as_bool(mask: Any) -> Any:
-        if mask.data.dtype == bool:
-            return mask
-        return interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        if arg.data.dtype == bool:
+            arg = interpreter.TensorHandle(arg.data, int1)
+        return splat(self, ret_ty, arg)
 
-    def create_masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        return load(self, ptrs, as_bool(mask), *rest)
-
-    def create_masked_store(
-        self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any
-    ) -> Any:
-        return store(self, ptrs, value, as_bool(mask), *rest)
-
-    builder.create_masked_load = create_masked_load
-    builder.create_masked_store = create_masked_store
-    builder._atom_bridge_masks = True
+    builder.create_splat = create_splat
+    builder._atom_bridge_spread = True
 
 
 def _refuse_if_too_late() -> None:

@@ -16,4 +16,4 @@ from numpy.typing import NDArray
 def int32_at(address: int, rows: int, stride: int) -> NDArray[np.int32]:
     """[rows, stride] int32 at an address, row after row without gaps."""
     buffer = (ctypes.c_int32 * (rows * stride)).from_address(address)
-    return np.frombuffer(buffer, dtype=np.int32).reshape(rows, stride)
+    return np.ctypeslib.as_array(buffer).reshape(rows, stride)

@@ -1,5 +1,6 @@
 """Stand-in for the kernel of vllm.v1.worker.gpu.structured_outputs."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -34,17 +35,25 @@ def _apply_grammar_bitmask(
     requests, positions = np.divmod(logits_indices_ptr.numpy()[:count], MASK_STRIDE)
     cu_logits = cu_num_logits_ptr.numpy()
     rows = cu_logits[requests] + positions
-    forbidden_words = ~bitmask_ptr.numpy()[:count]
+    active = rows < cu_logits[requests + 1]
     width = min(vocab_size, grid[1] * BLOCK_SIZE)
-    for mask in (rows < cu_logits[requests + 1]).nonzero()[0].tolist():
-        forbidden = np.unpackbits(
-            forbidden_words[mask].astype("<i4", copy=False).view(np.uint8),
-            count=width,
-            bitorder="little",
-        )
-        logits_ptr[rows[mask], :width].masked_fill_(
-            torch.from_numpy(forbidden.view(np.bool_)), float("-inf")
-        )
+    forbidden = np.unpackbits(
+        (~bitmask_ptr.numpy()[:count]).astype("<i4", copy=False).view(np.uint8),
+        axis=1,
+        count=width,
+        bitorder="little",
+    ).view(np.bool_)
+    # As integers of the same width, for numpy knows no bfloat16.
+    integer, minus_infinity = _minus_infinity(logits_ptr.dtype)
+    logits = logits_ptr.view(integer).numpy()
+    for row, mask in zip(rows[active].tolist(), forbidden[active], strict=True):
+        np.copyto(logits[row, :width], minus_infinity, where=mask)
+
+
+@functools.cache
+def _minus_infinity(dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    return integer, int(torch.tensor(float("-inf"), dtype=dtype).view(integer))
 
 
 OVERRIDES = {

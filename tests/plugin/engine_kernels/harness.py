@@ -6,7 +6,7 @@ strided rows included. Only a NaN may be another NaN.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,22 +84,19 @@ def run_stand_in(name: str, grid: tuple[int, ...], arguments: dict[str, Any]) ->
 
 
 def microseconds(launch: Launch, *, interpreted: bool, repeats: int) -> float:
-    """Median time of one launch, on the same memory over and over."""
-    arguments = _plain(_materialise(launch)[0])
-    call: Callable[[], Any]
-    if interpreted:
-        kernel = original_kernel(launch.kernel)
-        call = lambda: kernel[launch.grid](**arguments)  # noqa: E731
-    else:
-        stand_in = overrides()[launch.kernel]
-        call = lambda: stand_in(**arguments, grid=launch.grid)  # noqa: E731
-    call()
+    """Median time of one launch, each on memory of its own."""
+    kernel, stand_in = original_kernel(launch.kernel), overrides()[launch.kernel]
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
+        copies, _memory = _materialise(launch)
+        arguments = _plain(copies)
         start = time.perf_counter()
-        call()
+        if interpreted:
+            kernel[launch.grid](**arguments)
+        else:
+            stand_in(**arguments, grid=launch.grid)
         times.append(time.perf_counter() - start)
-    return sorted(times)[repeats // 2] * 1e6
+    return sorted(times[1:])[repeats // 2] * 1e6
 
 
 @dataclass
