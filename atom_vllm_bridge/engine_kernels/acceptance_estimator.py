@@ -12,6 +12,7 @@ import torch
 
 from atom_vllm_bridge.engine_kernels.float_rows import (
     Float32,
+    gathered,
     row_groups,
     widened,
 )
@@ -157,7 +158,7 @@ def _local_max_sumexp(
     padding = np.flatnonzero(requests < 0)
     maxima[padding], sums[padding] = -np.inf, 0.0
     for rows in row_groups(np.flatnonzero(requests >= 0), vocab_size):
-        logits = widened(logits_ptr[torch.from_numpy(rows), :vocab_size])
+        logits = gathered(logits_ptr, rows, width=vocab_size)
         stats = block_stats(logits / temperature[rows, np.newaxis], BLOCK_SIZE)
         maxima[rows], sums[rows] = stats.maxima, stats.sums
 

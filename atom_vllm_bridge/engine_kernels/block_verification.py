@@ -17,7 +17,12 @@ from atom_vllm_bridge.engine_kernels.draft_walk import (
     log_ratio,
     scaled_draft_logits,
 )
-from atom_vllm_bridge.engine_kernels.float_rows import Float32, row_groups, widened
+from atom_vllm_bridge.engine_kernels.float_rows import (
+    Float32,
+    gathered,
+    row_groups,
+    widened,
+)
 from atom_vllm_bridge.engine_kernels.vocabulary_blocks import (
     BlockStats,
     in_blocks,
@@ -131,7 +136,7 @@ def _compute_local_residual_mass(
     draft = BlockStats(draft_local_max_ptr.numpy(), draft_local_sumexp_ptr.numpy())
     cumulative_log_p = cumulative_log_p_ptr.numpy()
     for rows in row_groups(np.flatnonzero(needed), vocab_size):
-        logits = widened(target_logits_ptr[torch.from_numpy(rows), :vocab_size])
+        logits = gathered(target_logits_ptr, rows, width=vocab_size)
         log_p = logits - target.logsumexp(rows)[:, np.newaxis]
         logits = scaled_draft_logits(
             draft_logits_ptr, request[rows], step[rows], temperature[rows], vocab_size
@@ -168,10 +173,8 @@ def block_threshold(
         mass = sum_over_blocks(local_residual_mass.numpy()[next_rows])
     else:
         next_tokens = np.roll(walk.token, -1, axis=1)[followed]
-        picked = target_logits[
-            torch.from_numpy(next_rows), torch.from_numpy(next_tokens)
-        ]
-        proposed = np.exp(widened(picked) - target.logsumexp(next_rows))
+        picked = gathered(target_logits, next_rows, next_tokens)
+        proposed = np.exp(picked - target.logsumexp(next_rows))
         mass = ratio * (np.float32(1.0) - proposed)
     denominator = mass + np.float32(1.0) - ratio
     with np.errstate(divide="ignore", invalid="ignore"):

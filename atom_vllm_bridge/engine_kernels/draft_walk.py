@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom_vllm_bridge.engine_kernels.float_rows import Float32, widened
+from atom_vllm_bridge.engine_kernels.float_rows import Float32, gathered
 from atom_vllm_bridge.engine_kernels.vocabulary_blocks import BlockStats
 
 
@@ -68,19 +68,15 @@ def log_ratio(
     """(log p, log q, and both log-sum-exps) of the proposed tokens in the mask."""
     rows, tokens = walk.row[where], np.maximum(walk.token[where], 0)
     target_lse = target.logsumexp(rows)
-    picked = target_logits[torch.from_numpy(rows), torch.from_numpy(tokens)]
-    target_log_prob = widened(picked) - target_lse
+    target_log_prob = gathered(target_logits, rows, tokens) - target_lse
     if draft_logits is None:
         nothing = np.zeros_like(target_lse)
         return target_log_prob, nothing, target_lse, nothing
     draft_lse = draft.logsumexp(rows)
     step = np.broadcast_to(np.arange(where.shape[1]), where.shape)[where]
-    picked = draft_logits[
-        torch.from_numpy(walk.spread(walk.request, where)),
-        torch.from_numpy(step),
-        torch.from_numpy(tokens),
-    ]
-    draft_log_prob = widened(picked) / walk.spread(temperature, where) - draft_lse
+    requests = walk.spread(walk.request, where)
+    proposed = gathered(draft_logits, requests, step, tokens)
+    draft_log_prob = proposed / walk.spread(temperature, where) - draft_lse
     return target_log_prob, draft_log_prob, target_lse, draft_lse
 
 
@@ -92,7 +88,5 @@ def scaled_draft_logits(
     vocab_size: int,
 ) -> Float32:
     """[rows, V] the draft's logits at (request, step), divided by the temperature."""
-    picked = draft_logits[
-        torch.from_numpy(request).long(), torch.from_numpy(step).long(), :vocab_size
-    ]
-    return widened(picked) / temperature[:, np.newaxis]
+    logits = gathered(draft_logits, request, step, width=vocab_size)
+    return logits / temperature[:, np.newaxis]

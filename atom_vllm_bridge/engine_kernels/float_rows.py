@@ -20,6 +20,25 @@ def widened(tensor: torch.Tensor) -> Float32:
     return tensor.float().numpy()
 
 
+def gathered(
+    tensor: torch.Tensor, *index: NDArray[np.integer], width: int | None = None
+) -> Float32:
+    """Elements tensor[index], or the first `width` of each row, copied to float32.
+
+    Args:
+        tensor: any float type; one more dimension than `index` if `width` is given.
+        index: arrays of one shape [n], one for each leading dimension.
+
+    Returns:
+        [n], or [n, width].
+    """
+    columns = () if width is None else (slice(width),)
+    if tensor.dtype == torch.float32:
+        return tensor.numpy()[(*index, *columns)]
+    rows = (torch.from_numpy(i.astype(np.int64, copy=False)) for i in index)
+    return tensor[(*rows, *columns)].float().numpy()
+
+
 @contextmanager
 def edited(logits: torch.Tensor) -> Iterator[Float32]:
     """The values in float32, to be changed in place.

@@ -27,7 +27,12 @@ from atom_vllm_bridge.engine_kernels.draft_walk import (
     log_ratio,
     scaled_draft_logits,
 )
-from atom_vllm_bridge.engine_kernels.float_rows import Float32, row_groups, widened
+from atom_vllm_bridge.engine_kernels.float_rows import (
+    Float32,
+    gathered,
+    row_groups,
+    widened,
+)
 from atom_vllm_bridge.engine_kernels.gumbel import noised_block_argmax
 from atom_vllm_bridge.engine_kernels.philox import uniform
 from atom_vllm_bridge.engine_kernels.vocabulary_blocks import (
@@ -91,15 +96,14 @@ def _compute_local_logits_stats(
     verified = step < num_speculative_steps
     greedy = np.flatnonzero(verified & (temperature == 0.0))
     sampled = np.flatnonzero(verified & (temperature != 0.0))
-    target_logits = target_logits_ptr[:, :vocab_size]
     target_max = target_local_max_ptr.numpy()
     for group in row_groups(greedy, vocab_size):
-        logits = widened(target_logits[torch.from_numpy(group)])
+        logits = gathered(target_logits_ptr, group, width=vocab_size)
         maximum, column = block_argmax(logits, BLOCK_SIZE)
         target_max[group] = maximum
         target_local_argmax_ptr.numpy()[group] = column
     for group in row_groups(sampled, vocab_size):
-        logits = widened(target_logits[torch.from_numpy(group)])
+        logits = gathered(target_logits_ptr, group, width=vocab_size)
         stats = block_stats(logits, BLOCK_SIZE)
         target_max[group] = stats.maxima
         target_local_sumexp_ptr.numpy()[group] = stats.sums
@@ -323,7 +327,7 @@ def _resample(
     temperature = temperature[draws]
     rejected = np.full(len(draws), -1, np.int64)
     rejected[~is_bonus] = draft_sampled_ptr.numpy()[row[~is_bonus] + 1]
-    residual = widened(target_logits_ptr[torch.from_numpy(row), :vocab_size])
+    residual = gathered(target_logits_ptr, row, width=vocab_size)
     after = np.flatnonzero(rejected >= 0)
     if not HAS_DRAFT_LOGITS:
         residual[after, rejected[after]] = -np.inf

@@ -161,11 +161,24 @@ def test_each_launch_leaves_the_bits_of_the_kernel(mode, vocab, steps, draft_log
 
 
 @pytest.mark.parametrize("mode", ["token", "block"])
+@pytest.mark.usefixtures("log1p")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning:triton")
+def test_bfloat16_logits_leave_the_bits_of_the_kernel(mode):
+    arguments = scenario(1, 300, 2, draft_logits=True)
+    for name in ("target_logits", "draft_logits"):
+        arguments[name] = arguments[name].bfloat16()
+    _, _, launches = sample(arguments, **MODES[mode](len(arguments["pos"]), 2))
+    for launch in launches:
+        check(launch)
+
+
+@pytest.mark.parametrize("mode", ["token", "block"])
 @pytest.mark.parametrize("draft_logits", [False, True], ids=["one-hot", "logits"])
 def test_what_is_sampled_follows_the_target_whatever_the_draft(draft_logits, mode):
     """The first token of 20,000 requests against softmax of the target, by chi-square.
 
     Independent of the interpreter, which cannot run the residual with draft logits.
+    Losslessness: Leviathan et al., appendix A.1.
     """
     count, vocab, steps = 20_000, 8, 2
     generator = torch.Generator().manual_seed(5)
