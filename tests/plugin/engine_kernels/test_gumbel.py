@@ -1,5 +1,7 @@
 """Temperature and Gumbel-max sampling against the interpreted kernels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,6 +57,24 @@ def test_sampling_leaves_the_bits_of_the_kernel(rows, vocab, seed, **options):
     _, launches = sample(batch(rows, vocab, seed), **options)
     (launch,) = launches
     check(launch)
+
+
+@pytest.mark.parametrize("use_fp64", [False, True])
+def test_the_noise_of_every_token_has_the_bits_of_the_kernel(use_fp64):
+    """In blocks of one token each maximum is one token's score."""
+    vocab = 500
+    arguments = batch(1, vocab, seed=9)
+    arguments["temperature"][:] = 1.0
+    (launch,) = sample(arguments, use_fp64=use_fp64)[1]
+    scores = torch.zeros(1, vocab, dtype=launch.arguments["local_max_ptr"].dtype)
+    changes = {
+        "local_argmax_ptr": torch.zeros(1, vocab, dtype=torch.int64),
+        "local_argmax_stride": vocab,
+        "local_max_ptr": scores,
+        "local_max_stride": vocab,
+        "BLOCK_SIZE": 1,
+    }
+    check(replace(launch, grid=(1, vocab), arguments=launch.arguments | changes))
 
 
 @pytest.mark.parametrize("use_fp64", [False, True])
