@@ -68,6 +68,8 @@ class Compressor(nn.Module):
         self.write_rows(state.rows, state.slot_ids(), inputs)
         cut = state.rows.unflatten(-1, (2 * self.parts, self.dim)).flatten(1, 2)
         pool = plan.pool(Cache(cut, state.table), compressed, self.overlap)
+        if pool.empty:
+            return
         entry = self.compressor_pool(cut, pool.ids, pool.unseen)
         entry = self.rms_norm(entry, self.norm, self.norm_eps)
         entry = self.codec.encode(self.rope(entry, pool.rotation))

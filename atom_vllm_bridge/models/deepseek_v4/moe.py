@@ -49,8 +49,9 @@ class MixtureOfExperts(nn.Module):
         self.tid2eid: torch.Tensor | None
         self.register_buffer("tid2eid", table)
         self.register_parameter("bias", bias)
-        self.w13 = nn.Parameter(torch.empty(self.num_experts, 2 * inner, d, **kind))
-        self.w2 = nn.Parameter(torch.empty(self.num_experts, d, inner, **kind))
+        # Input by input, transposed against the checkpoint; ops/torch/experts.py says why.
+        self.w13 = nn.Parameter(torch.empty(self.num_experts, d, 2 * inner, **kind))
+        self.w2 = nn.Parameter(torch.empty(self.num_experts, inner, d, **kind))
         self.shared_w13 = nn.Parameter(torch.empty(2 * shared, d, **kind))
         self.shared_w2 = nn.Parameter(torch.empty(d, shared, **kind))
         self.router = resolve("router", device)
@@ -75,10 +76,11 @@ class MixtureOfExperts(nn.Module):
             slots["gate.tid2eid"] = self.tid2eid
         if self.bias is not None:
             slots["gate.bias"] = self.bias.data
-        w1, w3 = self.w13.data.chunk(2, 1)
+        w1, w3 = self.w13.data.mT.chunk(2, 1)
+        w2 = self.w2.data.mT
         for e in range(self.num_experts):
             slots[f"experts.{e}.w1.weight"] = w1[e]
-            slots[f"experts.{e}.w2.weight"] = self.w2.data[e]
+            slots[f"experts.{e}.w2.weight"] = w2[e]
             slots[f"experts.{e}.w3.weight"] = w3[e]
         w1, w3 = self.shared_w13.data.chunk(2)
         slots["shared_experts.w1.weight"] = w1

@@ -70,12 +70,14 @@ class Pool:
         unseen: [M, K] bool, sources before the start of the sequence.
         write: [M] int64, ids of the compressed rows to write, −1: none.
         rotation: [M, P] complex64, at the first position of each entry's group.
+        empty: known to write nothing. Only on a CPU, where asking stalls nothing, is this looked up; else it is False.
     """
 
     ids: torch.Tensor
     unseen: torch.Tensor
     write: torch.Tensor
     rotation: torch.Tensor
+    empty: bool
 
 
 class Plan:
@@ -293,4 +295,5 @@ class Plan:
             unseen,
             torch.where(completes, slots[token], -1),
             rotations(position // ratio * ratio, self._compress_theta),
+            device.type == "cpu" and not completes.any(),
         )

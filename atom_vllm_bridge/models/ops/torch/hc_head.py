@@ -6,6 +6,8 @@ y = Σ_i (σ(mix_i · scale + base_i) + ε_hc) · stream_i,   mix = ẑ · fnᵀ
 import torch
 import torch.nn.functional as F
 
+from atom_vllm_bridge.models.ops.torch.rms_norm import inverse_rms
+
 
 def hc_head(
     streams: torch.Tensor,
@@ -29,7 +31,6 @@ def hc_head(
     """
     z = streams.float()
     flat = z.flatten(1)
-    mix = F.linear(flat, fn)
-    mix = mix * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    mix = F.linear(flat, fn).mul_(inverse_rms(flat, norm_eps))
     pre = torch.sigmoid(mix * scale + base) + eps
     return torch.bmm(pre.unsqueeze(1), z).squeeze(1).to(streams.dtype)

@@ -9,6 +9,8 @@ comb = Sinkhorn(softmax(mix₂ · s₂ + b₂) + ε_hc)        y = Σ_i pre_i ·
 import torch
 import torch.nn.functional as F
 
+from atom_vllm_bridge.models.ops.torch.rms_norm import inverse_rms
+
 
 def sinkhorn(comb: torch.Tensor, iterations: int) -> torch.Tensor:
     """Normalise columns, then rows and columns alternately, towards a doubly stochastic matrix.
@@ -53,8 +55,7 @@ def hc_pre(
     n = streams.shape[1]
     z = streams.float()
     flat = z.flatten(1)
-    mix = F.linear(flat, fn)
-    mix.mul_(torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps))
+    mix = F.linear(flat, fn).mul_(inverse_rms(flat, norm_eps))
     gate = torch.addcmul(base[: 2 * n], mix[:, : 2 * n], scale[:2].repeat_interleave(n))
     gate.sigmoid_()
     comb = torch.addcmul(base[2 * n :], mix[:, 2 * n :], scale[2]).view(-1, n, n)

@@ -15,7 +15,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         [..., d] in x's dtype; arithmetic in float32.
     """
     y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    y = y * inverse_rms(y, eps)
     if weight is not None:
         y = y.mul_(weight)
     return y.to(x.dtype)
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / √(mean(x²) + ε) over the last axis, which is kept: [..., d] → [..., 1]."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
