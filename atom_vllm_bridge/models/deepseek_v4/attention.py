@@ -129,9 +129,7 @@ class Attention(nn.Module):
         query = query.unflatten(-1, (self.num_heads, self.dim))
         return self.rms_norm(query, None, self.norm_eps)
 
-    def write_kv(
-        self, kv: torch.Tensor, rotation: torch.Tensor, window: Cache
-    ) -> None:
+    def write_kv(self, kv: torch.Tensor, rotation: torch.Tensor, window: Cache) -> None:
         """Norm, rotate and store the raw keys [T, D] of tokens."""
         kv = self.rms_norm(kv.float(), self.kv_norm, self.norm_eps)
         row = self.codec.kv.encode(self.rope(kv, rotation))

@@ -129,6 +129,11 @@ class DeepseekV4Config:
             raise ValueError(
                 f"config: num_experts_per_tok = {self.num_experts_per_tok} exceeds n_routed_experts = {self.n_routed_experts}."
             )
+        for key in ("hidden_size", "moe_intermediate_size"):
+            if getattr(self, key) % 8:
+                raise ValueError(
+                    f"config: {key} = {getattr(self, key)} is not a multiple of 8, which grouped matrix products need."
+                )
         rope = self.qk_rope_head_dim
         if rope % 2 or rope > min(self.head_dim, self.index_head_dim):
             raise ValueError(

@@ -18,9 +18,7 @@ class HyperConnection(nn.Module):
         n, fp32 = config.hc_mult, {"dtype": torch.float32, "device": device}
         self.iterations, self.eps = config.hc_sinkhorn_iters, config.hc_eps
         self.norm_eps = config.rms_norm_eps
-        self.fn = nn.Parameter(
-            torch.empty((2 + n) * n, n * config.hidden_size, **fp32)
-        )
+        self.fn = nn.Parameter(torch.empty((2 + n) * n, n * config.hidden_size, **fp32))
         self.base = nn.Parameter(torch.empty((2 + n) * n, **fp32))
         self.scale = nn.Parameter(torch.empty(3, **fp32))
         self.hc_pre = resolve("hc_pre", device)

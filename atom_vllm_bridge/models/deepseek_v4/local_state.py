@@ -116,7 +116,9 @@ class LocalState:
             key: self._table(group, chunks, pad_tokens)
             for key, group in self._groups.items()
         }
-        caches: list[dict[str, Cache]] = [{} for _ in range(self.config.num_hidden_layers)]
+        caches: list[dict[str, Cache]] = [
+            {} for _ in range(self.config.num_hidden_layers)
+        ]
         for (role, ratio), group in self._groups.items():
             for layer in group.layers:
                 caches[layer][role.value] = Cache(

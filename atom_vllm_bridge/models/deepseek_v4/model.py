@@ -181,9 +181,7 @@ class DeepseekV4Model(nn.Module):
 
     def reduce(self, streams: torch.Tensor) -> torch.Tensor:
         """[T, n, d] → hidden states [T, d] after the final norm."""
-        return self.rms_norm(
-            self.hc_head(streams), self.norm, self.config.rms_norm_eps
-        )
+        return self.rms_norm(self.hc_head(streams), self.norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, d] → [T, V] float32."""

@@ -236,7 +236,7 @@ class Plan:
         k = selected.shape[1]
         if tiles.place is not None:
             every = self.entry_keys(cache, tiles)
-            queries, entries = every.hidden.shape[1:]
+            entries = every.hidden.shape[2]
             hidden = every.hidden.new_ones((*every.hidden.shape[:2], entries + 1))
             chosen = tiles.split(selected)
             hidden.scatter_(2, torch.where(chosen < 0, entries, chosen), False)

@@ -82,6 +82,18 @@ def providers_of(op: str, device: torch.device | str = "cpu") -> tuple[str, ...]
     )
 
 
+def resolve_from(provider: str, op: str) -> Op:
+    """`op` as one provider has it, whatever is preferred.
+
+    Raises:
+        ValueError: the provider does not have it.
+    """
+    function = _providers[provider].load(op)
+    if function is None:
+        raise ValueError(f"ops: {provider} has no {op}.")
+    return function
+
+
 def configure(spec: str) -> None:
     """Set the preference from text such as `"triton,indexer_topk=torch"`.
 
@@ -125,7 +137,9 @@ def resolve(op: str, device: torch.device | str) -> Op:
             raise ValueError(
                 f"ops: {op}={pin} is set, but {reason or f'{pin} has no {op}'}; take it out of the setting."
             )
-        _choices[op, device.type] = Choice(op, device.type, pin, "pinned by the setting")
+        _choices[op, device.type] = Choice(
+            op, device.type, pin, "pinned by the setting"
+        )
         return function
     others = [name for name in reversed(_providers) if name not in _preferred]
     passed: list[str] = []

@@ -48,8 +48,12 @@ def experts(
     return torch.bmm(weights.unsqueeze(1), y.view(tokens, k, -1).float()).squeeze(1)
 
 
-def _apply(x: torch.Tensor, expert: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+def _apply(
+    x: torch.Tensor, expert: torch.Tensor, matrices: torch.Tensor
+) -> torch.Tensor:
     """x [M, a], expert [M], matrices [E, a, b] → [M, b]: row m times matrix expert[m]."""
     inputs = matrices.shape[1]
     row = torch.arange(inputs, device=x.device) + (expert * inputs).unsqueeze(1)
-    return F.embedding_bag(row, matrices.flatten(0, 1), per_sample_weights=x, mode="sum")
+    return F.embedding_bag(
+        row, matrices.flatten(0, 1), per_sample_weights=x, mode="sum"
+    )

@@ -12,21 +12,19 @@ import torch.nn.functional as F
 from atom_vllm_bridge.models.ops.torch.rms_norm import inverse_rms
 
 
-def sinkhorn(comb: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Normalise columns, then rows and columns alternately, towards a doubly stochastic matrix.
-
-    Dividing by a sum is subtracting a log-sum-exp, so in logarithms one normalisation is one log-softmax. The published
-    code adds ε (1e-6) to every sum; a common factor of a row or a column cancels in the next normalisation, so that leaves
-    the result within a few ε.
+def sinkhorn(comb: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """Divide columns by their sums, then rows and columns alternately, towards a doubly stochastic matrix.
 
     Args:
-        comb: [T, n, n] float32, positive.
-        iterations: how often columns are normalised; rows once less.
+        comb: [T, n, n] float32, positive; changed.
+        iterations: how often columns are divided; rows once less.
+        eps: added to every sum. It is not negligible: where `comb` is close to decomposable it moves the result by 1e-4.
     """
-    log = comb.log().log_softmax(-2)
+    comb = comb.div_(comb.sum(-2, keepdim=True).add_(eps))
     for _ in range(iterations - 1):
-        log = log.log_softmax(-1).log_softmax(-2)
-    return log.exp_()
+        comb = comb.div_(comb.sum(-1, keepdim=True).add_(eps))
+        comb = comb.div_(comb.sum(-2, keepdim=True).add_(eps))
+    return comb
 
 
 def hc_pre(
@@ -59,6 +57,6 @@ def hc_pre(
     gate = torch.addcmul(base[: 2 * n], mix[:, : 2 * n], scale[:2].repeat_interleave(n))
     gate.sigmoid_()
     comb = torch.addcmul(base[2 * n :], mix[:, 2 * n :], scale[2]).view(-1, n, n)
-    comb = sinkhorn(comb.softmax(-1) + eps, iterations)
+    comb = sinkhorn(comb.softmax(-1).add_(eps), iterations, eps)
     y = torch.bmm((gate[:, :n] + eps).unsqueeze(1), z).squeeze(1)
     return y.to(streams.dtype), gate[:, n:] * 2, comb

@@ -3,9 +3,7 @@
 import torch
 
 
-def indexer_topk(
-    scores: torch.Tensor, available: torch.Tensor, k: int
-) -> torch.Tensor:
+def indexer_topk(scores: torch.Tensor, available: torch.Tensor, k: int) -> torch.Tensor:
     """Select entries.
 
     Score and index are packed into one integer, so that the order is total and the answer does not depend on a sort's

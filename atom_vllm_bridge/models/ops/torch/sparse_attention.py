@@ -68,7 +68,9 @@ def sparse_attention(
             score = torch.bmm(query[at], key.transpose(1, 2))
             score = score.view(-1, queries, heads, key.shape[1])
             keys.append(key)
-            scores.append(score.masked_fill_(source.hidden[at].unsqueeze(2), -torch.inf))
+            scores.append(
+                score.masked_fill_(source.hidden[at].unsqueeze(2), -torch.inf)
+            )
         weights = torch.cat((*scores, sink[at]), -1).softmax(-1)
         weights = weights.view(-1, queries * heads, width + 1)
         start = keys[0].shape[1]

@@ -1,0 +1,81 @@
+"""Attention against a loop over queries, heads and keys."""
+
+import math
+
+import pytest
+import torch
+
+from atom_vllm_bridge.models.ops.registry import providers_of, resolve_from
+from atom_vllm_bridge.models.ops.torch import sparse_attention as module
+from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
+
+N, Q, H, D = 4, 3, 2, 8
+
+
+def source(g, entries, empty_tile=None):
+    rows = torch.randn(6, 5, D, generator=g)
+    ids = torch.randint(0, 25, (N, entries), generator=g)
+    hidden = torch.rand(N, Q, entries, generator=g) < 0.4
+    none = None
+    if empty_tile is not None:
+        hidden[empty_tile] = True
+        rows[5] = torch.nan
+        ids[empty_tile] = 26
+        none = hidden.all(2).all(1).view(N, 1, 1)
+    return Keys(rows, ids, hidden, none)
+
+
+def case(queries=Q):
+    g = torch.Generator().manual_seed(0)
+    query = torch.randn(N, Q, H, D, generator=g)[:, :queries]
+    sink = torch.randn(H, generator=g)
+    window, compressed = source(g, 7), source(g, 5, empty_tile=2)
+    if queries < Q:
+        window, compressed = (
+            Keys(s.rows, s.ids, s.hidden[:, :queries], s.none)
+            for s in (window, compressed)
+        )
+    return query, sink, window, compressed
+
+
+def plain(query, sink, scale, sources):
+    out = torch.zeros_like(query)
+    for n, q, h in torch.cartesian_prod(*map(torch.arange, query.shape[:3])).tolist():
+        keys = [
+            s.rows.flatten(0, 1)[s.ids[n, e]]
+            for s in sources
+            for e in range(s.ids.shape[1])
+            if not s.hidden[n, q, e]
+        ]
+        weights = [math.exp(scale * float(query[n, q, h] @ key)) for key in keys]
+        total = sum(weights) + math.exp(float(sink[h]))
+        for w, key in zip(weights, keys, strict=True):
+            out[n, q, h] += w / total * key
+    return out
+
+
+@pytest.mark.parametrize("queries", [1, Q])
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("provider", providers_of("sparse_attention"))
+def test_visible_keys_and_the_sink_share_the_weight(provider, both, queries):
+    query, sink, window, compressed = case(queries)
+    scale = D**-0.5
+    got = resolve_from(provider, "sparse_attention")(
+        query, sink, scale, window, compressed if both else None, torch.Tensor.float
+    )
+    sources = (window, compressed) if both else (window,)
+    torch.testing.assert_close(
+        got, plain(query, sink, scale, sources), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_result_does_not_depend_on_the_batches_of_tiles(monkeypatch):
+    query, sink, window, compressed = case()
+    whole = module.sparse_attention(
+        query, sink, 0.3, window, compressed, torch.Tensor.float
+    )
+    monkeypatch.setattr(module, "TEMPORARY_BYTES", 1)
+    cut = module.sparse_attention(
+        query, sink, 0.3, window, compressed, torch.Tensor.float
+    )
+    torch.testing.assert_close(cut, whole)
