@@ -50,9 +50,6 @@ def test_a_short_last_chunk_after_a_long_prefix_gives_the_same(engine, prefix):
         assert first.cached == 0
         assert hit.cached == (len(ids) - 1) // 128 * 128
         difference(first, hit)
-        (again,) = engine.generate([ids], max_tokens=4, skip_reading_prefix_cache=True)
-        assert again.cached == 0
-        difference(first, again)
 
 
 def test_hits_land_on_128_tokens(engine):
@@ -95,25 +92,21 @@ def test_more_requests_over_time_than_slots(small_checkpoint):
 def test_a_preempted_request_resumes_as_if_nothing_had_happened(
     small_checkpoint, caching
 ):
-    prompts = [prompt(300, seed=i) for i in range(6)]
-    options = {"max_num_batched_tokens": 256, "enable_prefix_caching": caching}
+    """Ten requests start in few blocks, and cannot all grow past their first 128 tokens in them."""
+    prompts = [prompt(40, seed=i) for i in range(10)]
+    options = {
+        "max_model_len": 512,
+        "max_num_batched_tokens": 256,
+        "enable_prefix_caching": caching,
+    }
     with running(small_checkpoint, **options) as engine:
-        alone = [engine.generate([ids], max_tokens=120)[0] for ids in prompts]
-        needed = engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-    with running(
-        small_checkpoint, num_gpu_blocks_override=blocks_for(2, needed), **options
-    ) as engine:
-        together = engine.generate(prompts, max_tokens=120)
+        alone = [engine.generate([ids], max_tokens=100)[0] for ids in prompts]
+        assert engine.counter("vllm:num_preemptions") == 0
+    with running(small_checkpoint, num_gpu_blocks_override=225, **options) as engine:
+        together = engine.generate(prompts, max_tokens=100)
         assert engine.counter("vllm:num_preemptions") > 0
     for reference, answer in zip(alone, together, strict=True):
         difference(reference, answer)
-
-
-def blocks_for(requests: int, available: int) -> int:
-    """Too few blocks for the batch, enough for a request: found by trial at the small checkpoint's 420 tokens a request."""
-    blocks = 260 * requests // 2
-    assert blocks < available
-    return blocks
 
 
 def test_a_freed_block_may_be_reused_at_once(small_checkpoint):
@@ -131,7 +124,12 @@ def test_a_freed_block_may_be_reused_at_once(small_checkpoint):
 def test_a_hit_right_after_its_blocks_were_freed_and_reused(small_checkpoint):
     """The pool is small, so that a new request takes blocks of the old one: a hit may be short, never wrong."""
     shared = prompt(640, seed=3)
-    with running(small_checkpoint, num_gpu_blocks_override=300) as engine:
+    with running(
+        small_checkpoint,
+        max_model_len=768,
+        max_num_batched_tokens=256,
+        num_gpu_blocks_override=260,
+    ) as engine:
         (reference,) = engine.generate([[*shared, 5]])
         hits = []
         for seed in range(8):
