@@ -1,30 +1,32 @@
 """What the bridge asks of vLLM's configuration for DeepSeek-V4, on any device. Every other model is left alone."""
 
+import json
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from atom_vllm_bridge.models.deepseek_v4 import checkpoint
+from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
+from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
+from atom_vllm_bridge.platforms.refusal import Refused, prepare_command_line
 from atom_vllm_bridge.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 logger = logging.getLogger("vllm.atom_vllm_bridge")
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 DTYPES = (torch.bfloat16, torch.float32)
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
+# Of --load-format, those that read *.safetensors and so are held to their headers.
+SAFETENSORS_FORMATS = ("auto", "safetensors")
 # Blocks of every group divide it, and a prefix hit lands on it.
 BLOCK_SIZE = 128
-
-
-class Refused(ValueError):
-    """A configuration that the bridge cannot honour; one line: what, why, and the way out."""
-
-    def __init__(self, line: str) -> None:
-        super().__init__(f"atom-vllm-bridge: {line}")
 
 
 def serves(vllm_config: "VllmConfig") -> bool:
@@ -89,22 +91,65 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
         )
 
 
+def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
+    """Raise `Refused` for a checkpoint that would fail to load, before any process is started for it.
+
+    Reads config.json and, of a checkpoint in a local directory, the headers of the shards.
+
+    Raises:
+        Refused: a config that is not DeepSeek-V4's; a shard that is truncated; a tensor that is missing, left over, or of
+            a wrong shape or dtype.
+    """
+    model = vllm_config.model_config
+    directory = Path(model.model)
+    try:
+        DeepseekV4Config.from_hf(model.hf_config.to_dict())
+        if (
+            directory.is_dir()
+            and vllm_config.load_config.load_format in SAFETENSORS_FORMATS
+        ):
+            headers = check_shards(directory)
+            # Overrides change what the shards should hold; the loader still accounts for every tensor.
+            if not model.hf_overrides:
+                config = json.loads((directory / "config.json").read_bytes())
+                layout = checkpoint.detect_layout(headers)
+                checkpoint.check_headers(
+                    checkpoint.tensor_table(config, layout, stages=0),
+                    headers,
+                    ignored=("mtp.",),
+                )
+    except ValueError as error:
+        raise Refused(str(error)) from None
+
+
 class AtomPlatform:
     """Mixed in before one of vLLM's platform classes, whose `_enum` stays what it is."""
+
+    @classmethod
+    def pre_register_and_update(
+        cls, parser: "FlexibleArgumentParser | None" = None
+    ) -> None:
+        super().pre_register_and_update(parser)  # type: ignore[misc]
+        if parser is not None:
+            prepare_command_line(parser)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Validate and complete the configuration.
 
         Raises:
-            Refused: see `refuse_what_cannot_be_honoured`.
-            ValueError: the "atom" part of --additional-config is malformed.
+            Refused: the "atom" part of --additional-config is malformed, or see `refuse_what_cannot_be_honoured` and
+                `refuse_an_unfit_checkpoint`.
         """
-        settings = Settings.read(vllm_config.additional_config, os.environ)
+        try:
+            settings = Settings.read(vllm_config.additional_config, os.environ)
+        except ValueError as error:
+            raise Refused(str(error)) from None
         if not serves(vllm_config):
             super().check_and_update_config(vllm_config)  # type: ignore[misc]
             return
         refuse_what_cannot_be_honoured(vllm_config)
+        refuse_an_unfit_checkpoint(vllm_config)
         cls._check_and_update_deepseek_v4(vllm_config, settings)
 
     @classmethod

@@ -24,6 +24,8 @@ class AtomCpuPlatform(AtomPlatform, CpuPlatform):
 
     # Environment variables that the bridge set for the model configured last, to be unset for the next.
     _set_here: ClassVar[dict[str, str]] = {}
+    # Kernels are replaced once a process, engines come and go.
+    _stock_replaced: ClassVar[bool] = False
 
     @classmethod
     def _set_environment(cls, values: dict[str, str]) -> None:
@@ -107,11 +109,15 @@ class AtomCpuPlatform(AtomPlatform, CpuPlatform):
         from vllm import triton_utils
 
         from atom_vllm_bridge import engine_kernels
+        from atom_vllm_bridge.patches import registry
 
-        # vLLM's own replacements serve the V1 runner of every other model; it skips them where Triton seems present.
-        present, triton_utils.HAS_TRITON = triton_utils.HAS_TRITON, False
-        try:
-            super().register_triton_kernel_overrides()
-        finally:
-            triton_utils.HAS_TRITON = present
+        registry.load().apply("kernel-scan", runner="v2", process="worker")
+        if not cls._stock_replaced:
+            # vLLM's own replacements serve the V1 runner of every other model; it skips them where Triton seems present.
+            present, triton_utils.HAS_TRITON = triton_utils.HAS_TRITON, False
+            try:
+                super().register_triton_kernel_overrides()
+            finally:
+                triton_utils.HAS_TRITON = present
+            cls._stock_replaced = True
         engine_kernels.register()

@@ -28,7 +28,8 @@ SMALL = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
-    "index_n_heads": 4,
+    # With few heads many entries score exactly 0 (every relu at 0), and equal scores may be selected in any order.
+    "index_n_heads": 32,
     "index_head_dim": 32,
     "index_topk": 16,
     "max_position_embeddings": 32768,

@@ -363,3 +363,44 @@ class TestOverrideGrid:
 
         registry.load().restore("override-grid")
         assert self.launched(implementation)[(9,)](1, 2, 4) is None
+
+
+class TestKernelScan:
+    """The second entry, on vLLM's own scan and the object that trips it."""
+
+    def test_kernels_can_be_replaced_once_numba_is_imported(self) -> None:
+        import numba  # noqa: F401  vLLM requires it
+        from llvmlite.binding import ffi
+        from vllm.triton_utils import dispatcher
+
+        patches = registry.load()
+        was = patches.state("kernel-scan").name
+        patches.restore("kernel-scan")
+        with pytest.raises(AttributeError, match="has no attribute 'get'"):
+            dispatcher._rebind_kernels([])
+        patches.apply("kernel-scan")
+        handle = ffi.lib
+        dispatcher._rebind_kernels([])
+        assert ffi.lib is handle
+        if was != APPLIED:
+            patches.restore("kernel-scan")
+
+    def test_a_kernel_is_still_found_wherever_it_is_held(self) -> None:
+        from vllm.triton_utils import dispatcher
+
+        def kernel(x): ...
+
+        holder = types.ModuleType("holder")
+        holder.kernel = kernel
+        sys.modules["holder"] = holder
+        patches = registry.load()
+        was = patches.state("kernel-scan").name
+        patches.apply("kernel-scan")
+        try:
+            wrapper = dispatcher.KernelOverride(kernel, kernel)
+            dispatcher._rebind_kernels([(kernel, wrapper)])
+            assert holder.kernel is wrapper
+        finally:
+            del sys.modules["holder"]
+            if was != APPLIED:
+                patches.restore("kernel-scan")
