@@ -91,7 +91,7 @@ def test_heads_are_projected_in_their_group(provider):
     g = torch.Generator().manual_seed(0)
     o = torch.randn(3, 4, 5, generator=g)
     wo_a = torch.randn(2, 6, 10, generator=g)
-    wo_b = torch.randn(7, 12, generator=g)
+    wo_b = torch.randn(12, 7, generator=g)
     got = resolve_from(provider, "grouped_output_projection")(o, wo_a, wo_b)
     low = [o[:, 2 * i : 2 * i + 2].flatten(1) @ wo_a[i].T for i in range(2)]
-    torch.testing.assert_close(got, torch.cat(low, 1) @ wo_b.T, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, torch.cat(low, 1) @ wo_b, rtol=1e-4, atol=1e-5)

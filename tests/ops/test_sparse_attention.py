@@ -69,6 +69,19 @@ def test_visible_keys_and_the_sink_share_the_weight(provider, both, queries):
     )
 
 
+@pytest.mark.parametrize("provider", providers_of("sparse_attention"))
+def test_bfloat16_rows_are_read_as_the_codec_reads_them(provider):
+    query, sink, window, compressed = case()
+    sources = [
+        Keys(s.rows.bfloat16(), s.ids, s.hidden, s.none) for s in (window, compressed)
+    ]
+    got = resolve_from(provider, "sparse_attention")(
+        query, sink, 0.3, *sources, torch.Tensor.float
+    )
+    wide = [Keys(s.rows.float(), s.ids, s.hidden, s.none) for s in sources]
+    torch.testing.assert_close(got, plain(query, sink, 0.3, wide), rtol=1e-4, atol=1e-5)
+
+
 def test_result_does_not_depend_on_the_batches_of_tiles(monkeypatch):
     query, sink, window, compressed = case()
     whole = module.sparse_attention(

@@ -64,7 +64,8 @@ class Compressor(nn.Module):
             state: the rolling rows.
             compressed: the entries.
         """
-        inputs[:, self.parts * self.dim :] += self.ape[plan.positions % self.ratio]
+        score = inputs[:, self.parts * self.dim :]
+        score.add_(self.ape.index_select(0, plan.phase(self.ratio)))
         self.write_rows(state.rows, state.slot_ids(), inputs)
         cut = state.rows.unflatten(-1, (2 * self.parts, self.dim)).flatten(1, 2)
         pool = plan.pool(Cache(cut, state.table), compressed, self.overlap)

@@ -127,10 +127,10 @@ class DeepseekV4Model(nn.Module):
             torch.empty(config.hidden_size, dtype=torch.float32, device=device)
         )
         self.head = (
-            self.embed
+            None
             if config.tie_word_embeddings
             else nn.Parameter(
-                torch.empty(config.vocab_size, config.hidden_size, **kind)
+                torch.empty(config.hidden_size, config.vocab_size, **kind)
             )
         )
         self.rms_norm = resolve("rms_norm", device)
@@ -185,7 +185,8 @@ class DeepseekV4Model(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, d] → [T, V] float32."""
-        return F.linear(hidden, self.head).float()
+        head = self.embed.mT if self.head is None else self.head
+        return (hidden @ head).float()
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Every tensor that the checkpoint publishes for the target → the memory it is copied to.
@@ -193,8 +194,8 @@ class DeepseekV4Model(nn.Module):
         Slots are views into fused or stacked parameters, with the shape of the unquantised tensor.
         """
         slots = {"embed.weight": self.embed.data, "norm.weight": self.norm.data}
-        if not self.config.tie_word_embeddings:
-            slots["head.weight"] = self.head.data
+        if self.head is not None:
+            slots["head.weight"] = self.head.data.mT
         head = self.hc_head.weight_slots()
         slots |= {f"hc_head_{name}": slot for name, slot in head.items()}
         for i, layer in enumerate(self.layers):

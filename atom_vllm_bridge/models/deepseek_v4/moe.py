@@ -5,7 +5,6 @@ them by the gate's scores.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from atom_vllm_bridge.models.deepseek_v4.config import HASH_MOE, DeepseekV4Config
@@ -52,8 +51,8 @@ class MixtureOfExperts(nn.Module):
         # Input by input, transposed against the checkpoint; ops/torch/experts.py says why.
         self.w13 = nn.Parameter(torch.empty(self.num_experts, d, 2 * inner, **kind))
         self.w2 = nn.Parameter(torch.empty(self.num_experts, inner, d, **kind))
-        self.shared_w13 = nn.Parameter(torch.empty(2 * shared, d, **kind))
-        self.shared_w2 = nn.Parameter(torch.empty(d, shared, **kind))
+        self.shared_w13 = nn.Parameter(torch.empty(d, 2 * shared, **kind))
+        self.shared_w2 = nn.Parameter(torch.empty(shared, d, **kind))
         self.router = resolve("router", device)
         self.experts = resolve("experts", device)
         self.swiglu = resolve("swiglu", device)
@@ -66,8 +65,8 @@ class MixtureOfExperts(nn.Module):
             x, self.gate, self.route_scale, self.k, self.bias, chosen
         )
         y = self.experts(x, chosen, weights, self.w13, self.w2, self.limit)
-        hidden = self.swiglu(F.linear(x, self.shared_w13), self.limit)
-        return y.add_(F.linear(hidden, self.shared_w2)).to(x.dtype)
+        hidden = self.swiglu(x @ self.shared_w13, self.limit)
+        return y.add_(hidden @ self.shared_w2).to(x.dtype)
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Where each published tensor goes: views into the stacked experts."""
@@ -82,8 +81,8 @@ class MixtureOfExperts(nn.Module):
             slots[f"experts.{e}.w1.weight"] = w1[e]
             slots[f"experts.{e}.w2.weight"] = w2[e]
             slots[f"experts.{e}.w3.weight"] = w3[e]
-        w1, w3 = self.shared_w13.data.chunk(2)
+        w1, w3 = self.shared_w13.data.mT.chunk(2)
         slots["shared_experts.w1.weight"] = w1
-        slots["shared_experts.w2.weight"] = self.shared_w2.data
+        slots["shared_experts.w2.weight"] = self.shared_w2.data.mT
         slots["shared_experts.w3.weight"] = w3
         return slots

@@ -94,6 +94,7 @@ class Plan:
         self._theta = theta
         self._compress_theta = compress_theta
         self._tiles: dict[int, Tiles] = {}
+        self._phase: dict[int, torch.Tensor] = {}
 
     @cached_property
     def sliding_rotation(self) -> torch.Tensor:
@@ -109,6 +110,12 @@ class Plan:
         """[T, P] complex64, for queries and raw keys of a layer."""
         sliding = layer_type == SLIDING
         return self.sliding_rotation if sliding else self.compress_rotation
+
+    def phase(self, ratio: int) -> torch.Tensor:
+        """[T] int64, place of each token in its group of `ratio` tokens."""
+        if ratio not in self._phase:
+            self._phase[ratio] = self.positions % ratio
+        return self._phase[ratio]
 
     def entries(self, ratio: int) -> int:
         """How many compressed entries a request may have at most."""
@@ -270,7 +277,7 @@ class Plan:
         device, ratio = self.positions.device, compressed.table.tokens_per_row
         width = 2 * ratio if overlap else ratio
         slots = compressed.slot_ids()
-        completes = ((self.positions + 1) % ratio == 0) & (slots >= 0)
+        completes = (self.phase(ratio) == ratio - 1) & (slots >= 0)
         token = torch.arange(self.tokens, device=device)
         # A request of q tokens completes at most q // ratio + 1 entries.
         count = min(self.tokens, self.tokens // ratio + self.requests)

@@ -8,7 +8,7 @@ the same names with the same signature. A module of the model asks once, when it
 The first provider of the preference list that has the op and accepts the device is taken; torch ends every list.
 """
 
-import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,8 +59,23 @@ def _load_torch(stem: str) -> Op:
     return getattr(importlib.import_module(f"{torch_ops.__name__}.{stem}"), stem)
 
 
-_TORCH = Provider("torch", _load_torch, lambda device: None)
-_providers: dict[str, Provider] = {"torch": _TORCH}
+def _load_numba(stem: str) -> Op | None:
+    name = f"{__package__}.numba.{stem}"
+    if importlib.util.find_spec(name) is None:
+        return None
+    return getattr(importlib.import_module(name), stem)
+
+
+def _numba_refusal(device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return "is for CPUs"
+    return None if importlib.util.find_spec("numba") else "is not installed"
+
+
+_providers: dict[str, Provider] = {
+    "torch": Provider("torch", _load_torch, lambda device: None),
+    "numba": Provider("numba", _load_numba, _numba_refusal),
+}
 _preferred: tuple[str, ...] = ()
 _pinned: dict[str, str] = {}
 _choices: dict[tuple[str, str], Choice] = {}

@@ -1,8 +1,8 @@
 """Routed experts: y[t] = Σ_k weight[t, k] · w2_e · swiglu(w13_e · x[t]),  e = experts[t, k].
 
-A matrix times a vector is a sum of the matrix's columns, weighted by the vector, and columns can be read where they lie: with
-the weights stored input by input, an embedding bag is the product of chosen matrices with vectors, and copies none of
-them. With more rows, tokens are sorted by expert instead and every expert multiplies its own.
+Rows are sorted by expert, so that an expert's weights are read once. With many rows every expert multiplies its own. With
+few, a matrix times a vector is taken as a sum of the matrix's rows weighted by the vector, which an embedding bag computes
+for chosen matrices where they lie; that is what weights stored input by input are for.
 """
 
 import torch
@@ -33,22 +33,16 @@ def experts(
         [T, d] float32.
     """
     tokens, k = chosen.shape
-    expert = chosen.flatten()
-    if expert.numel() <= w13.shape[0]:
-        hidden = swiglu(_apply(x.repeat_interleave(k, 0), expert, w13), limit)
-        y = _apply(hidden, expert, w2)
-    else:
-        order = expert.argsort(stable=True)
-        count = torch.zeros(w13.shape[0], dtype=torch.int32, device=x.device)
-        count.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
-        end = count.cumsum(0, dtype=torch.int32)
-        hidden = swiglu(F.grouped_mm(x[order // k], w13, offs=end), limit)
-        grouped = F.grouped_mm(hidden, w2, offs=end)
-        y = torch.empty_like(grouped).index_copy_(0, order, grouped)
+    expert, order = chosen.flatten().sort(stable=True)
+    rows = x.index_select(0, order // k)
+    product = _bags if len(expert) <= w13.shape[0] else _groups
+    hidden = swiglu(product(rows, expert, w13), limit)
+    sorted_y = product(hidden, expert, w2)
+    y = torch.empty_like(sorted_y).index_copy_(0, order, sorted_y)
     return torch.bmm(weights.unsqueeze(1), y.view(tokens, k, -1).float()).squeeze(1)
 
 
-def _apply(
+def _bags(
     x: torch.Tensor, expert: torch.Tensor, matrices: torch.Tensor
 ) -> torch.Tensor:
     """x [M, a], expert [M], matrices [E, a, b] → [M, b]: row m times matrix expert[m]."""
@@ -57,3 +51,12 @@ def _apply(
     return F.embedding_bag(
         row, matrices.flatten(0, 1), per_sample_weights=x, mode="sum"
     )
+
+
+def _groups(
+    x: torch.Tensor, expert: torch.Tensor, matrices: torch.Tensor
+) -> torch.Tensor:
+    """The same, for `expert` in ascending order."""
+    every = torch.arange(matrices.shape[0], device=x.device)
+    end = torch.searchsorted(expert, every, right=True, out_int32=True)
+    return F.grouped_mm(x, matrices, offs=end)

@@ -1,7 +1,6 @@
 """Output projection in groups of heads: y_g = o_g · Aᵍᵀ for each group, then all groups together through B."""
 
 import torch
-import torch.nn.functional as F
 
 
 def grouped_output_projection(
@@ -12,7 +11,7 @@ def grouped_output_projection(
     Args:
         o: [T, H, D].
         wo_a: [G, rank, H · D / G].
-        wo_b: [d, G · rank].
+        wo_b: [G · rank, d], input by input.
 
     Returns:
         [T, d].
@@ -20,4 +19,4 @@ def grouped_output_projection(
     groups = wo_a.shape[0]
     grouped = o.reshape(o.shape[0], groups, -1).transpose(0, 1)
     low = torch.bmm(grouped, wo_a.transpose(1, 2)).transpose(0, 1)
-    return F.linear(low.flatten(1), wo_b)
+    return low.flatten(1) @ wo_b

@@ -10,7 +10,7 @@ import torch
 from atom_vllm_bridge.models.ops.torch.gather_rows import gather_rows
 
 # Entries are scored in batches, so that the products of all heads need no more than this at once.
-TEMPORARY_BYTES = 16 << 20
+TEMPORARY_BYTES = 4 << 20
 
 
 def indexer_logits(

@@ -11,7 +11,7 @@ import torch
 from atom_vllm_bridge.models.ops.torch.gather_rows import gather_rows
 
 # Tiles are computed in batches, so that keys and scores need no more than this at once.
-TEMPORARY_BYTES = 16 << 20
+TEMPORARY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)

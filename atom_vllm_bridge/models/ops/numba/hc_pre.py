@@ -1,0 +1,92 @@
+"""ops/torch/hc_pre.py in one call."""
+
+import numba
+import numpy as np
+import torch
+
+from atom_vllm_bridge.models.ops.numba.few import MOST, few
+from atom_vllm_bridge.models.ops.torch import hc_pre as reference
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "arcp", "nsz"})
+def _hc_pre(z, fn, base, scale, iterations, eps, norm_eps, y, post, comb):
+    tokens, n, d = z.shape
+    one, two, eps = np.float32(1), np.float32(2), np.float32(eps)
+    mix = np.empty(fn.shape[0], np.float32)
+    for t in range(tokens):
+        flat = z[t].reshape(n * d)
+        square = np.float32(0)
+        for c in range(n * d):
+            square += flat[c] * flat[c]
+        inverse = one / np.sqrt(square / np.float32(n * d) + np.float32(norm_eps))
+        for m in range(fn.shape[0]):
+            dot = np.float32(0)
+            for c in range(n * d):
+                dot += fn[m, c] * flat[c]
+            mix[m] = dot * inverse
+        y[t] = 0
+        for i in range(n):
+            pre = one / (one + np.exp(-(mix[i] * scale[0] + base[i]))) + eps
+            for c in range(d):
+                y[t, c] += pre * z[t, i, c]
+            gate = mix[n + i] * scale[1] + base[n + i]
+            post[t, i] = two / (one + np.exp(-gate))
+        c_ = comb[t]
+        for i in range(n):
+            most = np.float32(-np.inf)
+            for j in range(n):
+                at = 2 * n + i * n + j
+                c_[i, j] = mix[at] * scale[2] + base[at]
+                most = max(most, c_[i, j])
+            total = np.float32(0)
+            for j in range(n):
+                c_[i, j] = np.exp(c_[i, j] - most)
+                total += c_[i, j]
+            for j in range(n):
+                c_[i, j] = c_[i, j] / total + eps
+        for step in range(iterations):
+            if step:
+                for i in range(n):
+                    total = eps
+                    for j in range(n):
+                        total += c_[i, j]
+                    for j in range(n):
+                        c_[i, j] /= total
+            for j in range(n):
+                total = eps
+                for i in range(n):
+                    total += c_[i, j]
+                for i in range(n):
+                    c_[i, j] /= total
+
+
+def hc_pre(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if streams.numel() > MOST or not few(z := streams.float()):
+        return reference.hc_pre(streams, fn, base, scale, iterations, eps, norm_eps)
+    tokens, n, d = z.shape
+    y, post, comb = (
+        z.new_empty(tokens, d),
+        z.new_empty(tokens, n),
+        z.new_empty(tokens, n, n),
+    )
+    _hc_pre(
+        z.numpy(),
+        fn.numpy(),
+        base.numpy(),
+        scale.numpy(),
+        iterations,
+        eps,
+        norm_eps,
+        y.numpy(),
+        post.numpy(),
+        comb.numpy(),
+    )
+    return y.to(streams.dtype), post, comb

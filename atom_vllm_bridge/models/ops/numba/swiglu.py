@@ -1,0 +1,28 @@
+"""ops/torch/swiglu.py in one call."""
+
+import numba
+import numpy as np
+import torch
+
+from atom_vllm_bridge.models.ops.numba.few import MOST, few
+from atom_vllm_bridge.models.ops.torch import swiglu as reference
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+def _swiglu(hidden, limit, out):
+    rows, width = out.shape
+    one, limit = np.float32(1), np.float32(limit)
+    for r in range(rows):
+        for c in range(width):
+            gate = min(hidden[r, c], limit)
+            up = max(min(hidden[r, width + c], limit), -limit)
+            out[r, c] = gate / (one + np.exp(-gate)) * up
+
+
+def swiglu(hidden: torch.Tensor, limit: float) -> torch.Tensor:
+    if hidden.numel() > MOST or not few(wide := hidden.float()):
+        return reference.swiglu(hidden, limit)
+    width = wide.shape[-1] // 2
+    out = wide.new_empty((*wide.shape[:-1], width))
+    _swiglu(wide.numpy().reshape(-1, 2 * width), limit, out.numpy().reshape(-1, width))
+    return out.to(hidden.dtype)
