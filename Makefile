@@ -77,14 +77,17 @@ while True:
         sys.exit()
     except OSError:
         continue
-body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16})
-print(f"\nReady. Try:\n\ncurl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n  -d '{body}'\n", flush=True)
+body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0})
+print(f"\nReady. Try:\n\ncurl {url}/v1/completions -H 'Content-Type: application/json' \\\n  -d '{body}'\n", flush=True)
 endef
 export ANNOUNCE
 
+# The tiny checkpoint is served in 2 GiB of memory; another model in what the platform finds.
+SIZE := $(if $(filter checkpoints/tiny,$(MODEL)),--max-model-len 32768 --kv-cache-memory-bytes 1G,--max-model-len auto)
+
 serve: $(SERVER) $(if $(filter checkpoints/tiny,$(MODEL)),$(MODEL)/config.json)
 	@$(BIN)/python -c "$$ANNOUNCE" $(PORT) $(MODEL) $$$$ & \
-	exec $(BIN)/vllm serve $(MODEL) --port $(PORT) --max-model-len auto --enable-auto-tool-choice \
+	exec $(BIN)/vllm serve $(MODEL) --port $(PORT) $(SIZE) --enable-auto-tool-choice \
 		--tool-call-parser deepseek_v4 --reasoning-parser deepseek_v4 $(SERVE_ARGS)
 
 test: $(TOOLS)
