@@ -212,7 +212,7 @@ def check_rounding(name, answers, references, prompts, *, mean, agreement):
 
 def test_the_clamp_of_swiglu_bites_and_agrees(tmp_path):
     """Gate and up inputs far beyond swiglu_limit, in routed and shared experts."""
-    gains = {"w1.weight": 40.0, "w3.weight": 40.0}
+    gains = {"w1": 40.0, "w3": 40.0}
     checkpoint = make(
         tmp_path / "c", layout="bf16", draft="none", overrides=SMALL, gains=gains
     )

@@ -1,0 +1,307 @@
+"""Which platform, runner and model class vLLM ends up with, and what is refused."""
+
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from conftest import prompt, running
+
+from atom_vllm_bridge.platforms.refusal import Refused
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def python(code: str, **environment: str) -> dict:
+    """Run `code` in a fresh interpreter; its last line is JSON."""
+    inherited = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("ATOM_BRIDGE", "VLLM", "TRITON"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=inherited | OFFLINE | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr}
+
+
+LOOK = """
+    import json, os, sys
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+    load_general_plugins()
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.triton_utils import HAS_TRITON
+    known = ModelRegistry.models["DeepseekV4ForCausalLM"]
+    print(json.dumps({
+        "platform": type(current_platform).__name__,
+        "cpu": current_platform.is_cpu(),
+        "model": known.module_name,
+        "triton": HAS_TRITON,
+        "interpret": os.environ.get("TRITON_INTERPRET"),
+        "format": "atom_deepseek_v4" in QUANTIZATION_METHODS,
+    }))
+"""
+
+
+def test_the_plugin_brings_platform_model_and_interpreter():
+    found = python(LOOK)
+    assert found["platform"] == "AtomCpuPlatform"
+    assert found["cpu"]
+    assert found["model"] == "atom_vllm_bridge.target"
+    assert found["triton"]
+    assert found["format"]
+
+
+def test_disabled_it_leaves_vllm_as_if_it_were_not_there():
+    disabled = python(LOOK, ATOM_BRIDGE_DISABLE="1")
+    without = python(LOOK, VLLM_PLUGINS="")
+    for found in (disabled, without):
+        del found["stderr"]
+    assert disabled == without
+    assert disabled == {
+        "platform": "CpuPlatform",
+        "cpu": True,
+        "model": "vllm.models.deepseek_v4",
+        "triton": False,
+        "interpret": None,
+        "format": False,
+    }
+
+
+def test_an_unknown_vllm_is_refused_loudly_and_nothing_is_registered(
+    monkeypatch, caplog
+):
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from atom_vllm_bridge import compat, plugin
+
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.99.0")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(
+        ModelRegistry, "register_model", lambda *args: pytest.fail("registered")
+    )
+    with caplog.at_level("ERROR"), pytest.raises(RuntimeError, match=r"0\.99\.0"):
+        plugin.register_platform()
+    plugin.register_models()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("atom-vllm-bridge ")
+        assert ">=0.32,<0.34" in line
+        assert "\n" not in line
+
+
+def test_registering_twice_has_a_single_effect():
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from atom_vllm_bridge import plugin
+
+    assert plugin.register_platform() == plugin.register_platform()
+    plugin.register_models()
+    first = ModelRegistry.models["DeepseekV4ForCausalLM"]
+    plugin.register_models()
+    assert ModelRegistry.models["DeepseekV4ForCausalLM"] is first
+
+
+def configuration(checkpoint, **options):
+    from vllm.engine.arg_utils import EngineArgs
+
+    settings = {"max_model_len": 512, "enforce_eager": True}
+    return EngineArgs(
+        model=str(checkpoint), **(settings | options)
+    ).create_engine_config()
+
+
+def test_deepseek_v4_keeps_what_the_cpu_platform_switches_off(small_checkpoint):
+    config = configuration(small_checkpoint)
+    assert config.use_v2_model_runner
+    assert config.scheduler_config.enable_chunked_prefill
+    assert config.scheduler_config.async_scheduling
+    assert config.scheduler_config.max_num_batched_tokens == 1024
+    assert config.cache_config.enable_prefix_caching
+    assert config.cache_config.block_size == 128
+    assert config.cache_config.kv_cache_memory_bytes
+    off = configuration(
+        small_checkpoint,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        max_num_batched_tokens=700,
+        block_size=256,
+    )
+    assert not off.cache_config.enable_prefix_caching
+    assert not off.scheduler_config.async_scheduling
+    assert off.scheduler_config.max_num_batched_tokens == 700
+    assert off.cache_config.block_size == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"dtype": "float16"}, "--dtype float16"),
+        ({"block_size": 64}, "--block-size 64"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+        ({"additional_config": {"atom": {"state_layot": "paged"}}}, "state_layout"),
+        ({"additional_config": {"atom": {"state_layout": "heap"}}}, "paged"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_honoured_is_refused_in_one_line(
+    small_checkpoint, options, named
+):
+    with pytest.raises(Refused) as refused:
+        configuration(small_checkpoint, **options)
+    line = str(refused.value)
+    assert line.startswith("atom-vllm-bridge: ")
+    assert named in line
+    assert "\n" not in line
+
+
+def test_model_runner_v1_is_refused_in_one_line(small_checkpoint, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(Refused, match="needs Model Runner V2") as refused:
+        configuration(small_checkpoint)
+    assert "ATOM_BRIDGE_DISABLE=1" in str(refused.value)
+
+
+def test_the_bridges_classes_serve_and_none_of_vllms_is_built(small_checkpoint):
+    from atom_vllm_bridge.models.deepseek_v4.model import DeepseekV4Model
+    from atom_vllm_bridge.target import AtomDeepseekV4ForCausalLM
+
+    with running(small_checkpoint) as engine:
+        assert type(engine.model) is AtomDeepseekV4ForCausalLM
+        assert type(engine.model.model) is DeepseekV4Model
+        seen = []
+        handle = engine.model.model.register_forward_pre_hook(
+            lambda module, args: seen.append(args[0].numel())
+        )
+        engine.generate([prompt(20)], max_tokens=4)
+        handle.remove()
+        # The prompt, then a token a step (asynchronous scheduling may run one step more).
+        assert seen[0] == 20
+        assert set(seen[1:]) == {1}
+        built = {
+            type(thing).__qualname__
+            for thing in gc.get_objects()
+            if type(thing).__module__.startswith("vllm.models.deepseek_v4")
+            and isinstance(thing, torch.nn.Module)
+        }
+        assert not built
+
+
+def test_the_package_imports_without_torch_or_vllm():
+    found = python("""
+        import json, sys
+        import atom_vllm_bridge, atom_vllm_bridge.cli, atom_vllm_bridge.settings
+        import atom_vllm_bridge.plugin, atom_vllm_bridge.engine_kernels
+        heavy = [m for m in ("torch", "vllm", "triton", "aiter", "models") if m in sys.modules]
+        print(json.dumps({"heavy": heavy}))
+    """)
+    assert found["heavy"] == []
+
+
+QWEN = """
+    import json, sys, time
+    from vllm import LLM, SamplingParams
+    llm = LLM(sys.argv[1] if len(sys.argv) > 1 else CHECKPOINT, skip_tokenizer_init=True,
+              max_model_len=256, seed=0, kv_cache_memory_bytes=1 << 27)
+    prompts = [{"prompt_token_ids": [(7 * i + 13 * j) % 500 + 1 for j in range(24)]} for i in range(4)]
+    texts = []
+    for sampling in (dict(temperature=0.0), dict(temperature=0.8, top_p=0.9, top_k=20, seed=1)):
+        params = SamplingParams(max_tokens=16, ignore_eos=True, detokenize=False, **sampling)
+        texts.append([list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)])
+    config = llm.llm_engine.vllm_config
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    print(json.dumps({
+        "tokens": texts,
+        "v2": config.use_v2_model_runner,
+        "runner": type(runner).__module__,
+        "model": type(runner.model).__module__,
+        "mode": str(config.compilation_config.mode),
+        "backend": config.compilation_config.backend,
+        "async": config.scheduler_config.async_scheduling,
+        "block": config.cache_config.block_size,
+        "attention": sorted({type(g.backend).__name__ + g.backend.__name__ for gs in runner.attn_groups for g in gs}),
+    }))
+"""
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A random Qwen3 of four layers."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("qwen")
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=1024,
+        )
+    ).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def test_another_model_keeps_runner_compile_mode_kernels_and_tokens(qwen):
+    code = QWEN.replace("CHECKPOINT", repr(str(qwen)))
+    with_plugin = python(code)
+    without = python(code, VLLM_PLUGINS="")
+    for found in (with_plugin, without):
+        del found["stderr"]
+    assert with_plugin == without
+    assert not with_plugin["v2"]
+
+
+def test_another_models_own_dspark_is_answered_as_without_the_plugin(qwen, tmp_path):
+    """On a CPU vLLM refuses it, since its V1 runner has no DSpark: with the plugin just the same."""
+    config = json.loads((qwen / "config.json").read_text())
+    del config["layer_types"]
+    config |= {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": 4,
+        "num_hidden_layers": 1,
+        "target_layer_ids": [1, 2],
+        "mask_token_id": 511,
+        "draft_vocab_size": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = f"""
+        import json
+        from vllm.engine.arg_utils import EngineArgs
+        try:
+            EngineArgs(model={str(qwen)!r}, skip_tokenizer_init=True, max_model_len=256,
+                speculative_config={{"method": "dspark", "model": {str(tmp_path)!r}, "num_speculative_tokens": 3}},
+            ).create_engine_config()
+            answer = "accepted"
+        except ValueError as error:
+            answer = str(error)
+        print(json.dumps({{"answer": answer}}))
+    """
+    with_plugin = python(code)["answer"]
+    assert with_plugin == python(code, VLLM_PLUGINS="")["answer"]
+    assert "dspark" in with_plugin
