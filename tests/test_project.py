@@ -234,9 +234,9 @@ def test_make_serve_makes_the_checkpoint_and_prints_a_request_once_it_is_ready(
     assert asked == "asked for /health"
     assert rest[0] == "Ready. Try:"
     curl = shlex.split(" ".join(rest[1:]).replace("\\ ", ""))
-    assert curl[:2] == ["curl", f"http://localhost:{port}/v1/chat/completions"]
+    assert curl[:2] == ["curl", f"http://localhost:{port}/v1/completions"]
     assert json.loads(curl[-1])["model"] == "checkpoints/tiny"
-    assert json.loads(curl[-1])["messages"]
+    assert json.loads(curl[-1])["prompt"]
 
 
 def test_make_serve_ends_with_a_server_that_does_not_start(installed):

@@ -45,9 +45,13 @@ class AtomCpuPlatform(AtomPlatform, CpuPlatform):
             # With a Triton backend present V2 would become the default of every model; without the plugin it is V1.
             cls._set_environment({"VLLM_USE_V2_MODEL_RUNNER": "0"})
             return
-        few = len(os.sched_getaffinity(0)) <= 4
-        # On few cores vLLM's automatic binding would keep half of them, or all but one, for the scheduler.
-        cls._set_environment({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if few else {})
+        # oneDNN keeps code for each shape of a product, and experts see every number of rows: at its default of 1,024 that
+        # is hundreds of MiB, and no faster.
+        environment = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+        if len(os.sched_getaffinity(0)) <= 4:
+            # On few cores vLLM's automatic binding would keep half of them, or all but one, for the scheduler.
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        cls._set_environment(environment)
 
     @classmethod
     def _check_and_update_deepseek_v4(
