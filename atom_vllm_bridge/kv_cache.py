@@ -8,8 +8,8 @@
 | compressor (CSA) | inputs of the last 8 tokens, float32     | 4     | the last 2 blocks |
 | compressor (HCA) | inputs of the last 128 tokens, float32   | 8     | none: a hit ends on a multiple of 128, where it is empty |
 
-vLLM groups sliding-window specs by their window alone. Ours are grouped by exact type, one type a role, so that a draft's
-window never shares a group with the target's and each role keeps its block size.
+vLLM groups sliding-window specs by their window alone. Ours are grouped by exact type, one type a role, so that each role
+keeps its block size and its own rule for prefix hits.
 """
 
 from dataclasses import dataclass
@@ -41,11 +41,7 @@ class _ByRole(SlidingWindowMLASpec):
 
 
 class WindowSpec(_ByRole):
-    """The target's sliding window."""
-
-
-class DraftWindowSpec(_ByRole):
-    """The draft's sliding window; its own type, hence its own group."""
+    """The sliding window."""
 
 
 class CompressorSpec(_ByRole):
