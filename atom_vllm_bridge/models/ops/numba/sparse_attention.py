@@ -12,7 +12,9 @@ from atom_vllm_bridge.models.ops.torch import sparse_attention as reference
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
 
 # Multiplications of scores; beyond, torch's threads win.
-MOST_PRODUCTS = 2 << 20
+MOST_PRODUCTS = 8 << 20
+# Rows computed together, so that they stay in the first cache level between scores and sums; a multiple of four.
+BLOCK = 8
 
 
 @numba.njit(cache=True, nogil=True)
@@ -24,47 +26,81 @@ def _read(rows, at, bits):
 
 
 @numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
-def _attend(query, sink, scale, rows, ids, hidden, rows2, ids2, hidden2, out):
+def _scores(query, row, score):
+    """score [H, BLOCK] = query [H, d] · row [BLOCK, d]ᵀ."""
+    heads, d = query.shape
+    for h in range(heads):
+        q = query[h]
+        for e in range(0, BLOCK, 4):
+            r0, r1, r2, r3 = row[e], row[e + 1], row[e + 2], row[e + 3]
+            s0 = s1 = s2 = s3 = np.float32(0)
+            for c in range(d):
+                s0 += q[c] * r0[c]
+                s1 += q[c] * r1[c]
+                s2 += q[c] * r2[c]
+                s3 += q[c] * r3[c]
+            score[h, e], score[h, e + 1] = s0, s1
+            score[h, e + 2], score[h, e + 3] = s2, s3
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+def _sums(weight, row, keep, out):
+    """out [H, d] = keep [H] · out + weight [H, BLOCK] · row [BLOCK, d]."""
+    heads, d = out.shape
+    for h in range(heads):
+        o, k = out[h], keep[h]
+        for e in range(0, BLOCK, 4):
+            r0, r1, r2, r3 = row[e], row[e + 1], row[e + 2], row[e + 3]
+            w0, w1 = weight[h, e], weight[h, e + 1]
+            w2, w3 = weight[h, e + 2], weight[h, e + 3]
+            for c in range(d):
+                o[c] = k * o[c] + w0 * r0[c] + w1 * r1[c] + w2 * r2[c] + w3 * r3[c]
+            k = np.float32(1)
+
+
+@numba.njit(cache=True, nogil=True)
+def _attend(query, sink, rows, ids, hidden, rows2, ids2, hidden2, out):
     tiles, queries, heads, d = query.shape
     first, second = ids.shape[1], ids2.shape[1]
-    score = np.empty((heads, first + second), np.float32)
-    most = np.empty(heads, np.float32)
-    bits = np.empty(d, np.uint32)
+    bits = np.zeros((BLOCK, d), np.uint32)
     row = bits.view(np.float32)
+    score = np.empty((heads, BLOCK), np.float32)
+    most, keep = np.empty(heads, np.float32), np.empty(heads, np.float32)
+    total = np.empty(heads, np.float32)
     for n in range(tiles):
         for q in range(queries):
+            # The sink is a key whose value is zero, and the first of all.
             most[:] = sink
-            for e in range(first + second):
-                if e < first:
-                    if hidden[n, q, e]:
-                        continue
-                    _read(rows, ids[n, e], bits)
-                else:
-                    if hidden2[n, q, e - first]:
-                        continue
-                    _read(rows2, ids2[n, e - first], bits)
-                for h in range(heads):
-                    dot = np.float32(0)
-                    for c in range(d):
-                        dot += query[n, q, h, c] * row[c]
-                    score[h, e] = dot * scale
-                    most[h] = max(most[h], score[h, e])
+            total[:] = 1
             out[n, q] = 0
-            total = np.exp(sink - most)
-            for e in range(first + second):
-                if e < first:
-                    if hidden[n, q, e]:
-                        continue
-                    _read(rows, ids[n, e], bits)
-                else:
-                    if hidden2[n, q, e - first]:
-                        continue
-                    _read(rows2, ids2[n, e - first], bits)
+            e = 0
+            while e < first + second:
+                count = 0
+                while e < first + second and count < BLOCK:
+                    if e < first:
+                        if not hidden[n, q, e]:
+                            _read(rows, ids[n, e], bits[count])
+                            count += 1
+                    elif not hidden2[n, q, e - first]:
+                        _read(rows2, ids2[n, e - first], bits[count])
+                        count += 1
+                    e += 1
+                if count == 0:
+                    break
+                _scores(query[n, q], row, score)
                 for h in range(heads):
-                    weight = np.exp(score[h, e] - most[h])
-                    total[h] += weight
-                    for c in range(d):
-                        out[n, q, h, c] += weight * row[c]
+                    top = most[h]
+                    for i in range(count):
+                        top = max(top, score[h, i])
+                    keep[h] = np.exp(most[h] - top)
+                    total[h] *= keep[h]
+                    for i in range(count):
+                        score[h, i] = np.exp(score[h, i] - top)
+                        total[h] += score[h, i]
+                    for i in range(count, BLOCK):
+                        score[h, i] = 0
+                    most[h] = top
+                _sums(score, row, keep, out[n, q])
             for h in range(heads):
                 inverse = np.float32(1) / total[h]
                 for c in range(d):
@@ -92,9 +128,8 @@ def sparse_attention(
     out = torch.empty_like(query)
     last = compressed or Keys(window.rows, window.ids[:, :0], window.hidden[..., :0])
     _attend(
-        query.numpy(),
+        (query * scale).numpy(),
         sink.numpy(),
-        np.float32(scale),
         lists[0],
         window.ids.numpy(),
         window.hidden.numpy(),
