@@ -7,7 +7,7 @@ PYTHON ?= python3
 PORT ?= 8000
 MODEL ?= checkpoints/tiny
 SERVE_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -91,7 +91,7 @@ serve: $(SERVER) $(if $(filter checkpoints/tiny,$(MODEL)),$(MODEL)/config.json)
 		--tool-call-parser deepseek_v4 --reasoning-parser deepseek_v4 $(SERVE_ARGS)
 
 test: $(TOOLS)
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 lint: $(TOOLS)
 	$(BIN)/black --check .

@@ -109,20 +109,18 @@ def help_vllms_own_model() -> None:
     engine_kernels.register()
     from vllm.models.deepseek_v4.cpu import cpu_mla
 
-    owner = next(
+    owner: Any = next(
         cls
         for cls in vars(cpu_mla).values()
-        if isinstance(cls, type) and "build_tile_scheduler" in vars(cls)
+        if getattr(cls, "__module__", "") == cpu_mla.__name__
+        and "build_tile_scheduler" in vars(cls)
     )
-    build: Any = owner.build_tile_scheduler
+    build = owner.build_tile_scheduler
 
-    def with_every_key(*args: Any, **kwargs: Any) -> Any:
-        table = build(*args, **kwargs)
-        for key in ("c1a", "c2a"):
-            table.setdefault(key, None)
-        return table
+    def with_every_key(self: Any, num_decode_tokens: int) -> dict[str, Any]:
+        return dict.fromkeys(("c1a", "c2a")) | build(self, num_decode_tokens)
 
-    owner.build_tile_scheduler = staticmethod(with_every_key)
+    owner.build_tile_scheduler = with_every_key
 
 
 def one(engine: str, dtype: str, checkpoint: Path) -> None:
