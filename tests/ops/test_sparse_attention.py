@@ -82,6 +82,29 @@ def test_bfloat16_rows_are_read_as_the_codec_reads_them(provider):
     torch.testing.assert_close(got, plain(query, sink, 0.3, wide), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("provider", providers_of("sparse_attention"))
+def test_a_query_that_reads_nan_keeps_it_to_itself(provider):
+    """Padding tokens may read rows that nobody wrote."""
+    query, sink, window, compressed = case()
+    window.rows[5] = torch.nan
+    window.ids[1], window.hidden[1] = 27, False
+    others = [0, 2, 3]
+    window.ids[others] %= 25
+    window.rows[:5].nan_to_num_(1.0)
+    got = resolve_from(provider, "sparse_attention")(
+        query.contiguous(), sink, 0.3, window, compressed, torch.Tensor.float
+    )
+    assert got[1].isnan().all()
+    want = plain(
+        query[others], sink, 0.3, [_at(s, others) for s in (window, compressed)]
+    )
+    torch.testing.assert_close(got[others], want, rtol=1e-4, atol=1e-5)
+
+
+def _at(source, tiles):
+    return Keys(source.rows, source.ids[tiles], source.hidden[tiles])
+
+
 def test_result_does_not_depend_on_the_batches_of_tiles(monkeypatch):
     query, sink, window, compressed = case()
     whole = module.sparse_attention(

@@ -87,6 +87,8 @@ def _attend(query, sink, rows, ids, hidden, rows2, ids2, hidden2, out):
                     e += 1
                 if count == 0:
                     break
+                # What an earlier query left may be NaN, which a weight of zero does not silence.
+                bits[count:] = 0
                 _scores(query[n, q], row, score)
                 for h in range(heads):
                     top = most[h]
