@@ -82,7 +82,17 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
         return self.model.logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        return checkpoint_weights.load(self, weights, self.vllm_config)
+        loaded = checkpoint_weights.load(self, weights, self.vllm_config)
+        if self.vllm_config.device_config.device_type == "cpu":
+            self._compile_ops()
+        return loaded
+
+    @torch.inference_mode()
+    def _compile_ops(self) -> None:
+        """A first token, so that a CPU's ops are compiled (once a machine; they are cached) before the first request."""
+        token = torch.zeros(1, dtype=torch.int64)
+        streams, _ = self.model(token, *self._without_caches(token))
+        self.model.logits(self.model.reduce(streams))
 
     def _with_caches(
         self, positions: torch.Tensor, metadata: dict[str, AtomMetadata]
