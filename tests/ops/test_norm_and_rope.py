@@ -63,3 +63,14 @@ def test_inverse_undoes(provider):
     assert (turned - x).abs().max() > 0.1
     back = resolve_from(provider, "inverse_rope")(turned, rotation)
     torch.testing.assert_close(back, x)
+
+
+@pytest.mark.parametrize(
+    ("op", "provider"),
+    [(op, name) for op in ("rope", "inverse_rope") for name in providers_of(op)],
+)
+@pytest.mark.parametrize("shape", [(0, 24), (0, 3, 24)], ids=str)
+def test_no_token_is_no_fault(op, provider, shape):
+    x = torch.empty(shape)
+    rotation = torch.empty(0, 4, dtype=torch.complex64)
+    assert resolve_from(provider, op)(x, rotation).shape == shape

@@ -1,5 +1,7 @@
 """ops/torch/rope.py in one call."""
 
+import math
+
 import numba
 import numpy as np
 import torch
@@ -26,7 +28,10 @@ def turn(x, rotation, sign):
 def rope(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     if not few(x):
         return reference.rope(x, rotation)
-    turn(
-        x.numpy().reshape(x.shape[0], -1, x.shape[-1]), rotation.numpy(), np.float32(1)
-    )
+    turn(rows(x), rotation.numpy(), np.float32(1))
     return x
+
+
+def rows(x: torch.Tensor) -> np.ndarray:
+    """`x` [T, ..., d] as [T, H, d] over the same memory; T may be 0."""
+    return x.numpy().reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
