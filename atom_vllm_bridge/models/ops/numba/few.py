@@ -1,5 +1,9 @@
-"""When one thread in one call beats torch."""
+"""When one thread in one call beats torch, and how that call is compiled."""
 
+from collections.abc import Callable
+from typing import Any
+
+import numba
 import torch
 
 # Elements of the largest tensor; beyond, torch's threads win.
@@ -16,3 +20,22 @@ def few(*tensors: torch.Tensor) -> bool:
         and not t.requires_grad
         for t in tensors
     )
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile a function at its first call, outside the GIL; machine code is kept on disk where numba finds a place for it.
+
+    Args:
+        options: more of `numba.njit`'s.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            return numba.njit(cache=True, nogil=True, **options)(function)
+        except RuntimeError as error:
+            # Neither the installation nor the user's cache directory can be written.
+            if "no locator available" not in str(error):
+                raise
+            return numba.njit(nogil=True, **options)(function)
+
+    return decorate

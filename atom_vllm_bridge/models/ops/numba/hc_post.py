@@ -1,13 +1,12 @@
 """ops/torch/hc_post.py in one call."""
 
-import numba
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import MOST, few
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.torch import hc_post as reference
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@compiled(fastmath={"contract", "reassoc", "nsz"})
 def _hc_post(x, residual, post, comb, out):
     tokens, n, d = residual.shape
     for t in range(tokens):

@@ -1,14 +1,13 @@
 """ops/torch/hc_pre.py in one call."""
 
-import numba
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import MOST, few
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.torch import hc_pre as reference
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "arcp", "nsz"})
+@compiled(fastmath={"contract", "reassoc", "arcp", "nsz"})
 def _hc_pre(z, fn, base, scale, iterations, eps, norm_eps, y, post, comb):
     tokens, n, d = z.shape
     one, two, eps = np.float32(1), np.float32(2), np.float32(eps)

@@ -1,14 +1,13 @@
 """ops/torch/rms_norm.py in one call."""
 
-import numba
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import MOST, few
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.torch import rms_norm as reference
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@compiled(fastmath={"contract", "reassoc", "nsz"})
 def _rms_norm(x, weight, eps, out):
     rows, d = x.shape
     for r in range(rows):

@@ -2,15 +2,14 @@
 
 import math
 
-import numba
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import few
+from atom_vllm_bridge.models.ops.numba.few import compiled, few
 from atom_vllm_bridge.models.ops.torch import rope as reference
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def turn(x, rotation, sign):
     """Rotate the tails of x [T, H, d] in place by rotation [T, P], its imaginary part times `sign`."""
     tokens, heads, d = x.shape

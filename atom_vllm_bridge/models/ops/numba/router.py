@@ -1,15 +1,14 @@
 """ops/torch/router.py, with all that follows the gate's projection in one call."""
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from atom_vllm_bridge.models.ops.numba.few import MOST, few
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.torch import router as reference
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _route(logits, bias, route_scale, chosen, weights):
     tokens, experts = logits.shape
     k = chosen.shape[1]

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 
-import numba
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import few
+from atom_vllm_bridge.models.ops.numba.few import compiled, few
 from atom_vllm_bridge.models.ops.rows import flat_rows
 from atom_vllm_bridge.models.ops.torch import sparse_attention as reference
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
@@ -17,7 +16,7 @@ MOST_PRODUCTS = 8 << 20
 BLOCK = 8
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _read(rows, at, bits):
     """The bits of row `at` as those of float32: bfloat16 is the upper half of one."""
     shift = np.uint32(32 - 8 * rows.itemsize)
@@ -25,7 +24,7 @@ def _read(rows, at, bits):
         bits[c] = np.uint32(rows[at, c]) << shift
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@compiled(fastmath={"contract", "reassoc", "nsz"})
 def _scores(query, row, score):
     """score [H, BLOCK] = query [H, d] · row [BLOCK, d]ᵀ."""
     heads, d = query.shape
@@ -43,7 +42,7 @@ def _scores(query, row, score):
             score[h, e + 2], score[h, e + 3] = s2, s3
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@compiled(fastmath={"contract", "reassoc", "nsz"})
 def _sums(weight, row, keep, out):
     """out [H, d] = keep [H] · out + weight [H, BLOCK] · row [BLOCK, d]."""
     heads, d = out.shape
@@ -58,7 +57,7 @@ def _sums(weight, row, keep, out):
             k = np.float32(1)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _attend(query, sink, rows, ids, hidden, rows2, ids2, hidden2, out):
     tiles, queries, heads, d = query.shape
     first, second = ids.shape[1], ids2.shape[1]

@@ -1,14 +1,13 @@
 """ops/torch/swiglu.py in one call."""
 
-import numba
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import MOST, few
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.torch import swiglu as reference
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@compiled(fastmath={"contract", "reassoc", "nsz"})
 def _swiglu(hidden, limit, out):
     rows, width = out.shape
     one, limit = np.float32(1), np.float32(limit)

@@ -1,9 +1,8 @@
 """ops/torch/write_rows.py in one call: rows with a negative id are passed over."""
 
-import numba
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import MOST
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled
 from atom_vllm_bridge.models.ops.rows import flat_rows
 from atom_vllm_bridge.models.ops.torch import write_rows as reference
 
@@ -11,7 +10,7 @@ from atom_vllm_bridge.models.ops.torch import write_rows as reference
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled()
 def _write_rows(rows, ids, values):
     for m in range(ids.shape[0]):
         if ids[m] >= 0:
