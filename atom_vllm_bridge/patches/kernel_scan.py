@@ -4,53 +4,36 @@
 ``vars(value).get("kernel")`` of whatever says that it has a ``__dict__``. An object whose
 ``__getattr__`` answers to every name says so too, and what it returns is no dictionary:
 llvmlite's handle of its library is one, so once numba has been imported, no kernel can
-be replaced any more. Such attributes are out of sight during the scan.
+be replaced any more. The scan is therefore run as a copy that looks such objects up in a
+`vars` of its own; modules, and what other threads see of them, stay as they are.
 """
 
+import builtins
 import functools
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 from atom_vllm_bridge.patches.registry import PATCHES, Fingerprint, Patch
 
 
-def hide_what_has_no_dictionary(
-    original: Callable[[Any], None],
-) -> Callable[[Any], None]:
-    """A scan that does not see attributes whose `__dict__` is not a mapping."""
-
-    @functools.wraps(original)
-    def scan(overrides: Any) -> None:
-        hidden = [
-            (vars(module), name, value)
-            for module in list(sys.modules.values())
-            if isinstance(module, ModuleType)
-            for name, value in list(vars(module).items())
-            if _pretends(value)
-        ]
-        for namespace, name, _ in hidden:
-            del namespace[name]
-        try:
-            original(overrides)
-        finally:
-            for namespace, name, value in hidden:
-                namespace[name] = value
-
+def scan_with_tolerant_vars(original: FunctionType) -> FunctionType:
+    """The same scan, to which an object whose `__dict__` is no mapping has an empty one."""
+    scan = FunctionType(
+        original.__code__,
+        {**original.__globals__, "vars": _vars},
+        original.__name__,
+        original.__defaults__,
+        original.__closure__,
+    )
+    functools.update_wrapper(scan, original)
     return scan
 
 
-def _pretends(value: Any) -> bool:
-    """Instances of such a type have no dictionary; one that answers all the same made it up."""
-    kind = type(value)
-    return (
-        kind.__dictoffset__ == 0
-        and hasattr(kind, "__getattr__")
-        and not isinstance(value, type)
-        and hasattr(value, "__dict__")
-        and not hasattr(value.__dict__, "get")
-    )
+def _vars(value: Any) -> Mapping[str, Any]:
+    namespace = builtins.vars(value)
+    return namespace if isinstance(namespace, Mapping) else {}
 
 
 def _vllm_scans_safely() -> bool:
@@ -87,6 +70,6 @@ PATCHES.add(
         upstream="no issue known",
         remove_when=_vllm_scans_safely,
         expects=Fingerprint(signature="(overrides)", source="68f705141997c1e3"),
-        apply=hide_what_has_no_dictionary,
+        apply=scan_with_tolerant_vars,
     )
 )

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -404,3 +405,35 @@ class TestKernelScan:
             del sys.modules["holder"]
             if was != APPLIED:
                 patches.restore("kernel-scan")
+
+    def test_other_threads_see_every_attribute_during_the_scan(self) -> None:
+        import numba  # noqa: F401
+        from llvmlite.binding import ffi
+        from vllm.triton_utils import dispatcher
+
+        seen = []
+
+        class Sentinel(types.ModuleType):
+            """When the scan arrives here, another thread looks at the handle."""
+
+            def __getattribute__(self, name: str) -> Any:
+                if name == "__dict__":
+                    look = threading.Thread(
+                        target=lambda: seen.append("lib" in vars(ffi))
+                    )
+                    look.start()
+                    look.join()
+                return super().__getattribute__(name)
+
+        patches = registry.load()
+        was = patches.state("kernel-scan").name
+        patches.apply("kernel-scan")
+        sys.modules["sentinel"] = Sentinel("sentinel")
+        try:
+            dispatcher._rebind_kernels([])
+        finally:
+            del sys.modules["sentinel"]
+            if was != APPLIED:
+                patches.restore("kernel-scan")
+        assert seen
+        assert all(seen)
