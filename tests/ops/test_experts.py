@@ -32,6 +32,20 @@ def test_bias_selects_and_scores_weigh(provider):
     assert changed  # the bias mattered
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("levels", [1, 2, 5])
+@pytest.mark.parametrize("provider", providers_of("router"))
+def test_the_lower_of_equal_experts_is_chosen(provider, levels, tokens):
+    g = torch.Generator().manual_seed(levels)
+    many, k = 256, 6
+    bias = torch.randint(0, levels, (many,), generator=g).float()
+    experts, _ = resolve_from(provider, "router")(
+        torch.ones(tokens, 8), torch.ones(many, 8), SCALE, k, bias=bias
+    )
+    best = sorted(range(many), key=lambda e: (-float(bias[e]), e))[:k]
+    assert experts.tolist() == [best] * tokens
+
+
 @pytest.mark.parametrize("provider", providers_of("router"))
 def test_a_hash_layer_takes_the_given_experts(provider):
     x, gate, _ = gate_case(2)

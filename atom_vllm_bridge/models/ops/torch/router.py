@@ -1,6 +1,6 @@
 """Choose experts and weigh them.
 
-score = √softplus(x · gateᵀ);   experts: the k largest of score + bias, or a table's;   weight = route_scale · score / Σ score
+score = √softplus(x · gateᵀ);   experts: the k largest of score + bias, the lower id first where equal, or a table's;   weight = route_scale · score / Σ score
 (the bias only selects; DeepSeek-V4 report, section 2.1)
 """
 
@@ -31,6 +31,8 @@ def router(
     """
     scores = F.softplus(F.linear(x.float(), gate)).sqrt_()
     if experts is None:
-        experts = (scores + bias).topk(k, dim=-1, sorted=False).indices
+        # Unlike topk, a stable sort says which of equals comes first.
+        order = (scores + bias).sort(dim=-1, descending=True, stable=True).indices
+        experts = order[:, :k]
     weights = scores.gather(1, experts)
     return experts, weights * (route_scale / (weights.sum(-1, keepdim=True) + 1e-20))
