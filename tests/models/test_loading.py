@@ -199,6 +199,25 @@ def test_a_wrong_dtype_is_named_alone(name, tensor, expected):
         assert problems[0].endswith(f", in {SHARD}.")
 
 
+@pytest.mark.parametrize("wrong", [-1, 8])
+def test_an_expert_that_does_not_exist_is_named(wrong):
+    experts = torch.tensor([[0, 7], [3, 1]])
+    slots = {"gate.tid2eid": torch.zeros(2, 2, dtype=torch.int64)}
+    slots["gate.weight"] = torch.zeros(8, 4)
+    stream = {"gate.weight": torch.ones(8, 4), "gate.tid2eid": experts}
+    load(slots, stream.items())
+    assert torch.equal(slots["gate.tid2eid"], experts)
+    stream["gate.tid2eid"] = torch.tensor([[0, 7], [wrong, 0]])
+    with pytest.raises(CheckpointError) as error:
+        load(slots, stream.items(), where=lambda name: SHARD)
+    low, high = min(wrong, 0), max(wrong, 7)
+    assert error.value.problems == [
+        f"gate.tid2eid names experts {low} to {high}, expected 0 to 7, in {SHARD}. "
+        "n_routed_experts may be of another checkpoint."
+    ]
+    assert torch.equal(slots["gate.tid2eid"], experts)
+
+
 def test_a_missing_scale_is_named():
     assert faults(lambda t: t.pop("wq.scale") is None) == [
         f"wq.scale is missing, though wq.weight is float8_e4m3fn, in {SHARD}."

@@ -90,7 +90,7 @@ def load(
 
     Raises:
         CheckpointError: tensors missing, left over, twice there, of a wrong shape or dtype,
-            or scales missing: all of them, in one exception, after the stream has ended.
+            scales missing, or experts named that do not exist: all of them, in one exception, after the stream has ended.
     """
     loading = _Loading(slots, where)
     for name, tensor in tensors:
@@ -194,6 +194,21 @@ class _Loading:
         else:
             self.fault(name, "is left over: nothing in the model takes it")
 
+    def check_experts(self, name: str, table: torch.Tensor) -> bool:
+        """Whether a hash layer's table names only experts that its gate, [E, d], has."""
+        gate = self.slots.get(name.removesuffix("tid2eid") + "weight")
+        if not name.endswith("gate.tid2eid") or gate is None or not table.numel():
+            return True
+        lowest, highest = (int(bound) for bound in table.aminmax())
+        if lowest >= 0 and highest < len(gate):
+            return True
+        self.fault(
+            name,
+            f"names experts {lowest} to {highest}, expected 0 to {len(gate) - 1}",
+            "n_routed_experts may be of another checkpoint.",
+        )
+        return False
+
     def take_weight(self, name: str, tensor: torch.Tensor) -> None:
         slot = self.slots[name]
         quantized = tensor.dtype == torch.float8_e4m3fn or tensor.dtype in _PACKED
@@ -210,7 +225,7 @@ class _Loading:
             self.refuse(name, f"is {_short(tensor.dtype)}, expected {expected}")
         elif tensor.shape != slot.shape:
             self.refuse(name, f"is {_shape(tensor)}, expected {_shape(slot)}")
-        else:
+        elif self.check_experts(name, tensor):
             self.fill(name, tensor, tensor)
             if scale is not None:
                 self.fault(_scale_name(name), _UNSCALED)
