@@ -35,6 +35,33 @@ def test_every_published_tensor_has_a_slot_of_its_shape(small):
         assert tuple(slot.shape) == tuple(table[name].shape), name
 
 
+@pytest.mark.parametrize("absent", ["hc_mult", "n_shared_experts"])
+@pytest.mark.parametrize("null", [False, True])
+def test_an_absent_key_is_the_same_to_model_and_table(absent, null):
+    raw = json.loads((checkpoint() / "config.json").read_text())
+    raw = {**raw, absent: None}
+    if not null:
+        del raw[absent]
+    table = tensor_table(raw, "bf16", stages=0)
+    slots = DeepseekV4Model(
+        DeepseekV4Config.from_hf(raw), dtype=torch.float32, device="meta"
+    ).weight_slots()
+    assert {n: tuple(s.shape) for n, s in slots.items()} == {
+        n: tuple(s.shape) for n, s in table.items()
+    }
+
+
+def test_tied_embeddings_have_no_head_in_the_table():
+    raw = json.loads((checkpoint() / "config.json").read_text())
+    raw["tie_word_embeddings"] = True
+    model = DeepseekV4Model(
+        DeepseekV4Config.from_hf(raw), dtype=torch.float32, device="meta"
+    )
+    table = tensor_table(raw, "bf16", stages=0)
+    assert "head.weight" not in table
+    assert table.keys() == model.weight_slots().keys()
+
+
 def test_slots_cover_all_parameters_once(small):
     """Each slot is filled with a number of its own; no parameter keeps another value."""
     config = config_of(checkpoint())
@@ -181,6 +208,10 @@ def test_a_missing_cache_is_named(small):
             {"rope_scaling": {"type": "linear", "factor": 2}},
             "'linear' is not supported",
         ),
+        ({"index_topk": 0}, "index_topk = 0 must be an integer of at least 1"),
+        ({"index_topk": 2.5}, "index_topk = 2.5 must be an integer"),
+        ({"index_topk": True}, "index_topk = True must be an integer"),
+        ({"index_topk": "8"}, "index_topk = '8' must be an integer"),
         ({"moe_intermediate_size": 36}, "not a multiple of 8"),
     ],
     ids=str,

@@ -2,13 +2,15 @@
 
 `tensor_table` is the one description that checkpoints are generated from, loads are
 checked against and tests read. Names and dtypes are those of the published safetensors
-files; dtypes are spelled as safetensors spells them. Standard library only.
+files; dtypes are spelled as safetensors spells them. Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
+
+from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 
 BYTES = {
     "BOOL": 1,
@@ -235,6 +237,12 @@ def accepted_dtypes(name: str, dtype: str) -> frozenset[str]:
     return frozenset({dtype})
 
 
+def _or_default(config: Mapping[str, Any], key: str) -> Any:
+    """What the model takes where config.json lacks an optional key, or holds null."""
+    value = config.get(key)
+    return getattr(DeepseekV4Config, key) if value is None else value
+
+
 class _Table:
     """Names and shapes from a config; a method for each module of the model."""
 
@@ -242,7 +250,7 @@ class _Table:
         self.config = config
         self.layout = layout
         self.hidden: int = config["hidden_size"]
-        self.streams: int = config["hc_mult"]
+        self.streams: int = _or_default(config, "hc_mult")
 
     def tensors(self, stages: int) -> Iterator[tuple[str, TensorSpec]]:
         vocab = self.config["vocab_size"]
@@ -252,7 +260,8 @@ class _Table:
             hashed = layer < self.config["num_hash_layers"]
             yield from self.block(f"layers.{layer}", self.ratio(layer), hashed)
         yield from self.head("")
-        yield "head.weight", TensorSpec((vocab, self.hidden), "BF16")
+        if not _or_default(self.config, "tie_word_embeddings"):
+            yield "head.weight", TensorSpec((vocab, self.hidden), "BF16")
         for stage in range(stages):
             yield from self.block(f"mtp.{stage}", self.ratio(layers + stage), False)
             if draft_kind(self.config) == "dspark":
@@ -345,10 +354,11 @@ class _Table:
             yield from self.swiglu(
                 f"{prefix}.experts.{expert}", width, self.layout.experts
             )
-        if c["n_shared_experts"]:
+        shared = _or_default(c, "n_shared_experts")
+        if shared:
             yield from self.swiglu(
                 f"{prefix}.shared_experts",
-                width * c["n_shared_experts"],
+                width * shared,
                 self.layout.projections,
             )
 

@@ -129,6 +129,11 @@ class DeepseekV4Config:
             raise ValueError(
                 f"config: num_experts_per_tok = {self.num_experts_per_tok} exceeds n_routed_experts = {self.n_routed_experts}."
             )
+        topk = self.index_topk
+        if not isinstance(topk, int) or isinstance(topk, bool) or topk < 1:
+            raise ValueError(
+                f"config: index_topk = {topk!r} must be an integer of at least 1."
+            )
         for key in ("hidden_size", "moe_intermediate_size"):
             if getattr(self, key) % 8:
                 raise ValueError(
