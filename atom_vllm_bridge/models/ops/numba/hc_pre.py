@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few, trained
 from atom_vllm_bridge.models.ops.torch import hc_pre as reference
 
 
@@ -68,7 +68,8 @@ def hc_pre(
     eps: float,
     norm_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if streams.numel() > MOST or not few(z := streams.float()):
+    refused = streams.numel() > MOST or trained(fn, base, scale)
+    if refused or not few(z := streams.float()):
         return reference.hc_pre(streams, fn, base, scale, iterations, eps, norm_eps)
     tokens, n, d = z.shape
     y, post, comb = (

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few, trained
 from atom_vllm_bridge.models.ops.torch import rms_norm as reference
 
 
@@ -27,7 +27,7 @@ _NO_WEIGHT = np.empty(0, np.float32)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    if x.numel() > MOST or not few(wide := x.float()):
+    if x.numel() > MOST or trained(weight) or not few(wide := x.float()):
         return reference.rms_norm(x, weight, eps)
     d = wide.shape[-1]
     out = torch.empty_like(wide)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few, trained
 from atom_vllm_bridge.models.ops.torch import router as reference
 
 
@@ -48,7 +48,7 @@ def router(
     bias: torch.Tensor | None = None,
     experts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if x.numel() > MOST or not few(wide := x.float()):
+    if x.numel() > MOST or trained(gate, bias) or not few(wide := x.float()):
         return reference.router(x, gate, route_scale, k, bias, experts)
     logits = F.linear(wide, gate)
     chosen = torch.empty(len(x), k, dtype=torch.int64) if experts is None else experts

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import compiled, few
+from atom_vllm_bridge.models.ops.numba.few import compiled, few, trained
 from atom_vllm_bridge.models.ops.rows import flat_rows
 from atom_vllm_bridge.models.ops.torch import sparse_attention as reference
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
@@ -121,8 +121,8 @@ def sparse_attention(
     if compressed is not None:
         lists.append(_list(compressed.rows, query))
         width += compressed.ids.shape[1]
-    stored_otherwise = any(found is None for found in lists)
-    if stored_otherwise or not few(query) or query.numel() * width > MOST_PRODUCTS:
+    otherwise = trained(sink) or any(found is None for found in lists)
+    if otherwise or not few(query) or query.numel() * width > MOST_PRODUCTS:
         return reference.sparse_attention(
             query, sink, scale, window, compressed, decode
         )
