@@ -268,10 +268,13 @@ class Plan:
             compressed: the cache of the entries.
             overlap: an entry spans its own group of tokens and the one before.
         """
-        return parts.table.derive(
-            f"pool {parts.pitch} {compressed.pitch}",
-            lambda: self._pool(parts, compressed, overlap),
+        table = compressed.table
+        # The table is kept with what was made of it, so that no other gets its id.
+        _, pool = parts.table.derive(
+            f"pool {parts.pitch} {compressed.pitch} {id(table)} {overlap}",
+            lambda: (table, self._pool(parts, compressed, overlap)),
         )
+        return pool
 
     def _pool(self, parts: Cache, compressed: Cache, overlap: bool) -> Pool:
         device, ratio = self.positions.device, compressed.table.tokens_per_row
