@@ -72,8 +72,15 @@ def detected_platform() -> str | None:
 
 
 def register_models() -> None:
-    """Register the model classes and the weight format, if the bridge's platform is the one in use."""
-    settings = Settings.read(None, os.environ)
+    """Register the model classes and the weight format, if the bridge's platform is the one in use.
+
+    Raises:
+        SystemExit: an ATOM_BRIDGE_* variable is unknown or malformed; ends the command with one line.
+    """
+    try:
+        settings = Settings.read(None, os.environ)
+    except ValueError as error:
+        raise SystemExit(f"atom-vllm-bridge: {error}") from None
     if settings.disable:
         return
     try:
@@ -81,6 +88,17 @@ def register_models() -> None:
     except RuntimeError as error:
         # Every vLLM command loads this plugin: other models go on, DeepSeek-V4 is vLLM's own, and the log says so.
         logger.error("atom-vllm-bridge registers no model: %s", error)
+        return
+
+    from vllm.platforms import current_platform
+
+    from atom_vllm_bridge.platforms.base import AtomPlatform
+
+    if not isinstance(current_platform, AtomPlatform):
+        logger.warning(
+            "atom-vllm-bridge registers no model: vLLM runs on %s, which it does not extend.",
+            type(current_platform).__name__,
+        )
         return
 
     from vllm.model_executor.layers.quantization import register_quantization_config

@@ -55,7 +55,7 @@ class Settings:
     ops: str = _setting(
         "",
         "Providers to prefer for the model's ops: a provider for all of them, `op=provider` for one, separated by "
-        "commas, as in `triton,indexer_topk=torch`. Empty: the first that supports the device, dtype and shape.",
+        "commas, as in `numba,rope=torch`. Empty: the first that supports the device, dtype and shape.",
         variable="ATOM_BRIDGE_OPS",
         in_config=True,
     )
@@ -83,7 +83,9 @@ class Settings:
                 why, and the way out.
         """
         values = _from_environment(environ)
-        values.update(_from_config((additional_config or {}).get(SECTION)))
+        # vLLM also takes an object of another plugin's there.
+        if isinstance(additional_config, Mapping):
+            values.update(_from_config(additional_config.get(SECTION)))
         return cls(**values)
 
     def as_dict(self) -> dict[str, Any]:

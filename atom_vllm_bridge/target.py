@@ -1,5 +1,6 @@
 """vLLM's model class for DeepSeek-V4: caches, batch and weights come in here, the mathematics is in models/."""
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -21,7 +22,9 @@ from atom_vllm_bridge.models.deepseek_v4.state import (
     LayerState,
     layer_caches,
 )
+from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.models.quantization.kv_codecs import kv_codec
+from atom_vllm_bridge.settings import Settings
 
 
 class AtomDeepseekV4ForCausalLM(nn.Module):
@@ -31,6 +34,8 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
         super().__init__()
         model_config = vllm_config.model_config
         self.vllm_config = vllm_config
+        # Once more, in the process that builds the model.
+        registry.configure(Settings.read(vllm_config.additional_config, os.environ).ops)
         self.config = DeepseekV4Config.from_hf(model_config.hf_config.to_dict())
         codec = kv_codec(
             vllm_config.cache_config.cache_dtype, model_config.dtype, self.config
@@ -97,13 +102,13 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
     def _with_caches(
         self, positions: torch.Tensor, metadata: dict[str, AtomMetadata]
     ) -> tuple[Batch, list[LayerState]]:
-        tables: dict[int, BlockTable] = {}
+        tables: dict[tuple[int, int], BlockTable] = {}
 
         def cache(layer: CacheLayer) -> Cache:
             group = metadata[layer.name]
             # Layers of one group share one metadata object, hence one table and the indices derived from it. Two cache
             # shapes of one group (main and indexer entries) have the same tokens a row only if the ratio is the same.
-            key = hash((id(group), layer.tokens_per_row))
+            key = (id(group), layer.tokens_per_row)
             if key not in tables:
                 tables[key] = BlockTable(
                     blocks=group.block_table,

@@ -62,15 +62,16 @@ def register(only: Collection[str] | None = None) -> list[str]:
         The names registered by this call.
 
     Raises:
-        RuntimeError: the patch that hands over the launch grid was refused.
+        RuntimeError: a patch that the stand-ins need was refused.
         KeyError: a name in `only` has no stand-in.
     """
-    state = load().apply("override-grid", runner="v2", process="worker")
-    if state.name not in (APPLIED, ALREADY_UPSTREAM):
-        raise RuntimeError(
-            f"engine kernels: patch override-grid is {state}; the stand-ins need the "
-            "launch grid. Install a vLLM that this plugin supports."
-        )
+    for patch in ("override-grid", "kernel-scan"):
+        state = load().apply(patch, runner="v2", process="worker")
+        if state.name not in (APPLIED, ALREADY_UPSTREAM):
+            raise RuntimeError(
+                f"engine kernels: patch {patch} is {state}; the stand-ins need it. "
+                "Install a vLLM that this plugin supports."
+            )
     if importlib.import_module("vllm.platforms").current_platform.is_cpu():
         # What vLLM's CPU worker imports before anything of the runner: it replaces
         # functions that the runner's modules copy when they are imported.

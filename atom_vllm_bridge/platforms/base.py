@@ -11,6 +11,7 @@ import torch
 from atom_vllm_bridge.models.deepseek_v4 import checkpoint
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
+from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.platforms.refusal import Refused, prepare_command_line
 from atom_vllm_bridge.settings import Settings
 
@@ -43,6 +44,9 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
     """
     from vllm import envs
 
+    # Not at the top: it asks for the platform that this module helps to define.
+    from atom_vllm_bridge.weights import CHECKPOINT_FORMAT
+
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     own = "set ATOM_BRIDGE_DISABLE=1 to serve with vLLM's own model"
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
@@ -72,6 +76,7 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
             "Use a multiple of 128, or leave it out."
         )
     for name, size in (
+        ("--data-parallel-size", parallel.data_parallel_size),
         ("--tensor-parallel-size", parallel.tensor_parallel_size),
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
@@ -84,11 +89,26 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
         raise Refused(
             f"--enable-expert-parallel needs several ranks, and the native model runs on one. Drop it, or {own}."
         )
-    if vllm_config.speculative_config is not None:
+    if model.quantization not in (None, CHECKPOINT_FORMAT):
         raise Refused(
-            "speculative decoding is not part of this version. "
-            f"Drop --speculative-config, or {own}."
+            f"--quantization {model.quantization} would be ignored: the layout is read from the checkpoint's tensors. "
+            f"Drop it, or {own}."
         )
+    for name, given in (
+        ("--speculative-config", vllm_config.speculative_config is not None),
+        ("--kv-transfer-config", vllm_config.kv_transfer_config is not None),
+        ("--enable-lora", vllm_config.lora_config is not None),
+        ("--enable-prompt-embeds", model.enable_prompt_embeds),
+        ("--runner pooling", model.runner_type == "pooling"),
+        (
+            "--disable-hybrid-kv-cache-manager",
+            vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+        ),
+    ):
+        if given:
+            raise Refused(
+                f"{name} is not supported with the native model. Drop it, or {own}."
+            )
 
 
 def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
@@ -118,6 +138,10 @@ def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
                     headers,
                     ignored=("mtp.",),
                 )
+    except checkpoint.CheckpointError as error:
+        first, *others = error.problems
+        more = f" {len(others)} more: atom-vllm-bridge doctor --model {directory} counts them."
+        raise Refused(first + more * bool(others)) from None
     except ValueError as error:
         raise Refused(str(error)) from None
 
@@ -150,6 +174,10 @@ class AtomPlatform:
             return
         refuse_what_cannot_be_honoured(vllm_config)
         refuse_an_unfit_checkpoint(vllm_config)
+        try:
+            registry.configure(settings.ops)
+        except ValueError as error:
+            raise Refused(str(error)) from None
         cls._check_and_update_deepseek_v4(vllm_config, settings)
 
     @classmethod

@@ -4,6 +4,8 @@ import logging
 import os
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+from vllm import envs
 from vllm.platforms.cpu import CpuPlatform
 
 from atom_vllm_bridge.platforms.base import AtomPlatform, serves
@@ -17,6 +19,7 @@ logger = logging.getLogger("vllm.atom_vllm_bridge")
 GIB = 1 << 30
 # A step's tokens all hold rows until it settles (and async scheduling keeps two steps in flight).
 MAX_BATCHED_TOKENS = 1024
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 class AtomCpuPlatform(AtomPlatform, CpuPlatform):
@@ -35,6 +38,18 @@ class AtomCpuPlatform(AtomPlatform, CpuPlatform):
                 del os.environ[name]
         cls._set_here = {k: v for k, v in values.items() if k not in os.environ}
         os.environ.update(cls._set_here)
+        if envs._is_envs_cache_enabled():
+            # An engine that runs in this process has frozen what vLLM reads of it.
+            envs.disable_envs_cache()
+            envs.enable_envs_cache()
+
+    @staticmethod
+    def _show_triton(present: bool) -> None:
+        """Let modules that vLLM imports from now on see a Triton, or none, as without the plugin."""
+        from vllm import triton_utils
+        from vllm.triton_utils import importing
+
+        triton_utils.HAS_TRITON = importing.HAS_TRITON = present
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
@@ -43,12 +58,14 @@ class AtomCpuPlatform(AtomPlatform, CpuPlatform):
             return
         if not serves(vllm_config):
             # With a Triton backend present V2 would become the default of every model; without the plugin it is V1.
-            cls._set_environment({"VLLM_USE_V2_MODEL_RUNNER": "0"})
+            cls._set_environment({RUNNER: "0"})
+            cls._show_triton(os.environ[RUNNER] != "0")
             return
+        cls._show_triton(True)
         # oneDNN keeps code for each shape of a product, and experts see every number of rows: at its default of 1,024 that
         # is hundreds of MiB, and no faster.
         environment = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-        if len(os.sched_getaffinity(0)) <= 4:
+        if torch.get_num_threads() <= 4:
             # On few cores vLLM's automatic binding would keep half of them, or all but one, for the scheduler.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         cls._set_environment(environment)
@@ -110,18 +127,14 @@ class AtomCpuPlatform(AtomPlatform, CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        from vllm import triton_utils
-
         from atom_vllm_bridge import engine_kernels
-        from atom_vllm_bridge.patches import registry
 
-        registry.load().apply("kernel-scan", runner="v2", process="worker")
+        if os.environ.get(RUNNER) != "0":
+            engine_kernels.register()
+            return
+        # Another model, in a process that may not have seen its configuration: vLLM's own replacements for its V1 runner,
+        # which it skips where Triton seems present.
+        cls._show_triton(False)
         if not cls._stock_replaced:
-            # vLLM's own replacements serve the V1 runner of every other model; it skips them where Triton seems present.
-            present, triton_utils.HAS_TRITON = triton_utils.HAS_TRITON, False
-            try:
-                super().register_triton_kernel_overrides()
-            finally:
-                triton_utils.HAS_TRITON = present
+            super().register_triton_kernel_overrides()
             cls._stock_replaced = True
-        engine_kernels.register()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import SMALL, prompt, running
+from engines import SMALL, prompt, running
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atom_vllm_bridge.checkpoint.make import make

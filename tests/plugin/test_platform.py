@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 import torch
-from conftest import prompt, running
+from engines import prompt, running
 
 from atom_vllm_bridge.platforms.refusal import Refused
 
@@ -159,6 +159,11 @@ def test_deepseek_v4_keeps_what_the_cpu_platform_switches_off(small_checkpoint):
         ({"block_size": 64}, "--block-size 64"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 2"),
+        ({"quantization": "fp8"}, "--quantization fp8"),
+        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid"),
+        ({"additional_config": {"atom": {"ops": "cuda"}}}, "'cuda'"),
         ({"additional_config": {"atom": {"state_layot": "paged"}}}, "state_layout"),
         ({"additional_config": {"atom": {"state_layout": "heap"}}}, "paged"),
     ],
@@ -173,6 +178,58 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(
     assert line.startswith("atom-vllm-bridge: ")
     assert named in line
     assert "\n" not in line
+
+
+def test_the_setting_of_ops_reaches_the_model(small_checkpoint):
+    from atom_vllm_bridge.models.ops import registry
+
+    setting = {"atom": {"ops": "torch,rope=numba"}}
+    try:
+        with running(small_checkpoint, additional_config=setting) as engine:
+            engine.generate([prompt(5)], max_tokens=2)
+        chosen = {choice.op: choice.provider for choice in registry.table()}
+        assert chosen.pop("rope") == "numba"
+        assert set(chosen.values()) == {"torch"}
+    finally:
+        registry.configure("")
+
+
+@pytest.mark.parametrize("qwen_first", [True, False])
+def test_two_models_in_one_process_do_not_disturb_each_other(
+    qwen, small_checkpoint, qwen_first
+):
+    """Both alive, in either order: each has its own runner."""
+    found = python(f"""
+        import json
+        from vllm import LLM
+        def runner(path, **options):
+            llm = LLM(path, max_model_len=256, kv_cache_memory_bytes=1 << 27, enforce_eager=True, **options)
+            engines.append(llm)
+            core = llm.llm_engine.engine_core.engine_core
+            return type(core.model_executor.driver_worker.worker.model_runner).__module__
+        engines = []
+        qwen = lambda: runner({str(qwen)!r}, skip_tokenizer_init=True)
+        v4 = lambda: runner({str(small_checkpoint)!r})
+        if {qwen_first}:
+            print(json.dumps({{"qwen": qwen(), "v4": v4()}}))
+        else:
+            print(json.dumps({{"v4": v4(), "qwen": qwen()}}))
+    """)
+    assert found["qwen"] == "vllm.v1.worker.cpu_model_runner"
+    assert found["v4"] == "vllm.v1.worker.cpu.model_runner"
+
+
+def test_an_unknown_variable_ends_the_command_with_one_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "nothing"],
+        env=os.environ | OFFLINE | {"ATOM_BRIDGE_OPSS": "torch"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "ATOM_BRIDGE_OPSS" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_model_runner_v1_is_refused_in_one_line(small_checkpoint, monkeypatch):
@@ -231,8 +288,10 @@ QWEN = """
     config = llm.llm_engine.vllm_config
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
+    from vllm.triton_utils import HAS_TRITON
     print(json.dumps({
         "tokens": texts,
+        "triton": HAS_TRITON,
         "v2": config.use_v2_model_runner,
         "runner": type(runner).__module__,
         "model": type(runner.model).__module__,

@@ -1,7 +1,7 @@
 """A request gives the same, whatever its chunks, its company, its hits and its preemptions (float32)."""
 
 import pytest
-from conftest import difference, prompt, running
+from engines import difference, prompt, running
 
 CHUNKS = [1, 63, 64, 65, 127, 128, 129, 256]
 PREFIXES = [2048, 6144, 17408]
