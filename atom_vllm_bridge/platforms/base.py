@@ -141,7 +141,7 @@ def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
     except checkpoint.CheckpointError as error:
         first, *others = error.problems
         more = f" {len(others)} more: atom-vllm-bridge doctor --model {directory} counts them."
-        raise Refused(first + more * bool(others)) from None
+        raise Refused(f"checkpoint: {first}" + more * bool(others)) from None
     except ValueError as error:
         raise Refused(str(error)) from None
 

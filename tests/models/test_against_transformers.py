@@ -6,15 +6,19 @@ import pytest
 import torch
 import transformers.models.deepseek_v4.modeling_deepseek_v4 as theirs
 from harness import VOCABULARY, checkpoint, chunked, model, one_shot, tokens
-from transformers import AutoModelForCausalLM
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 CLAMPED = (("w1", 12.0), ("w3", 12.0))
 
 
 @cache
 def oracle(directory):
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
+    # By name: vLLM, once imported, has registered a configuration class of its own.
+    return DeepseekV4ForCausalLM.from_pretrained(
+        directory,
+        config=DeepseekV4Config.from_pretrained(directory),
+        dtype=torch.float32,
+        attn_implementation="eager",
     ).eval()
 
 

@@ -372,12 +372,13 @@ def test_the_command_makes_a_checkpoint_and_reports_faults_in_one_line(tmp_path)
 
 
 def test_transformers_loads_both_layouts_with_nothing_missing_and_equal_weights(tiny):
-    from transformers import AutoModelForCausalLM
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     models = {}
     for layout, directory in tiny.items():
-        models[layout], info = AutoModelForCausalLM.from_pretrained(
+        models[layout], info = DeepseekV4ForCausalLM.from_pretrained(
             directory,
+            config=DeepseekV4Config.from_pretrained(directory),
             dtype=torch.float32,
             attn_implementation="eager",
             output_loading_info=True,
