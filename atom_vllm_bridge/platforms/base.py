@@ -1,7 +1,6 @@
 """What the bridge asks of vLLM's configuration for DeepSeek-V4, on any device. Every other model is left alone."""
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +17,6 @@ from atom_vllm_bridge.settings import Settings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-logger = logging.getLogger("vllm.atom_vllm_bridge")
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 DTYPES = (torch.bfloat16, torch.float32)
@@ -178,12 +175,10 @@ class AtomPlatform:
             registry.configure(settings.ops)
         except ValueError as error:
             raise Refused(str(error)) from None
-        cls._check_and_update_deepseek_v4(vllm_config, settings)
+        cls._check_and_update_deepseek_v4(vllm_config)
 
     @classmethod
-    def _check_and_update_deepseek_v4(
-        cls, vllm_config: "VllmConfig", settings: Settings
-    ) -> None:
+    def _check_and_update_deepseek_v4(cls, vllm_config: "VllmConfig") -> None:
         from vllm.config import CompilationMode
         from vllm.config.compilation import CUDAGraphMode
 

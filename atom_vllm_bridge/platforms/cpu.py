@@ -9,7 +9,6 @@ from vllm import envs
 from vllm.platforms.cpu import CpuPlatform
 
 from atom_vllm_bridge.platforms.base import AtomPlatform, serves
-from atom_vllm_bridge.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,9 +70,7 @@ class AtomCpuPlatform(AtomPlatform, CpuPlatform):
         cls._set_environment(environment)
 
     @classmethod
-    def _check_and_update_deepseek_v4(
-        cls, vllm_config: "VllmConfig", settings: Settings
-    ) -> None:
+    def _check_and_update_deepseek_v4(cls, vllm_config: "VllmConfig") -> None:
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         # vLLM's CPU platform switches these off, or to what its own DeepSeek-V4 kernels need.
         kept = [
@@ -83,7 +80,7 @@ class AtomCpuPlatform(AtomPlatform, CpuPlatform):
             (cache, "enable_prefix_caching"),
         ]
         before = [getattr(owner, name) for owner, name in kept]
-        super()._check_and_update_deepseek_v4(vllm_config, settings)
+        super()._check_and_update_deepseek_v4(vllm_config)
         for (owner, name), value in zip(kept, before, strict=True):
             setattr(owner, name, value)
         cls._limit_batched_tokens(vllm_config)
