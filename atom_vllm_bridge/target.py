@@ -1,7 +1,7 @@
 """vLLM's model class for DeepSeek-V4: caches, batch and weights come in here, the mathematics is in models/."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -99,6 +99,13 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
         streams, _ = self.model(token, *self._without_caches(token))
         self.model.logits(self.model.reduce(streams))
 
+    def _state(self, cache: Callable[[CacheLayer], Cache]) -> list[LayerState]:
+        """The caches of every layer, each as `cache` sees it."""
+        return [
+            LayerState(**{role: cache(layer) for role, layer in caches.items()})
+            for caches in self.caches
+        ]
+
     def _with_caches(
         self, positions: torch.Tensor, metadata: dict[str, AtomMetadata]
     ) -> tuple[Batch, list[LayerState]]:
@@ -118,10 +125,6 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
                 )
             return Cache(rows=layer.kv_cache, table=tables[key])
 
-        state = [
-            LayerState(**{role: cache(layer) for role, layer in caches.items()})
-            for caches in self.caches
-        ]
         first = next(iter(metadata.values()))
         batch = Batch(
             positions=positions,
@@ -130,7 +133,7 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
             max_query_len=first.max_query_len,
             max_seq_len=first.max_seq_len,
         )
-        return batch, state
+        return batch, self._state(cache)
 
     def _without_caches(
         self, positions: torch.Tensor
@@ -157,10 +160,6 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
                 ),
             )
 
-        state = [
-            LayerState(**{role: cache(layer) for role, layer in caches.items()})
-            for caches in self.caches
-        ]
         batch = Batch(
             positions=torch.arange(tokens, device=device),
             query_start_loc=length,
@@ -168,4 +167,4 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
             max_query_len=tokens,
             max_seq_len=tokens,
         )
-        return batch, state
+        return batch, self._state(cache)
