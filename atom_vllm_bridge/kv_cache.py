@@ -7,6 +7,7 @@
 | index            | one indexer entry for 4 tokens           | 128   | all blocks  |
 | compressor (CSA) | inputs of the last 8 tokens, float32     | 4     | the last 2 blocks |
 | compressor (HCA) | inputs of the last 128 tokens, float32   | 8     | none: a hit ends on a multiple of 128, where it is empty |
+| draft window     | a draft stage's KV of the last `sliding_window` tokens | 64 | the window's blocks, so that drafts are as good after a hit |
 
 vLLM groups sliding-window specs by their window alone. Ours are grouped by exact type, one type a role, so that each role
 keeps its block size and its own rule for prefix hits.
@@ -19,9 +20,11 @@ from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
+    KVCacheGroupSpec,
     KVCacheSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from atom_vllm_bridge.attention import AtomBackend
@@ -44,6 +47,10 @@ class WindowSpec(_ByRole):
     """The sliding window."""
 
 
+class DraftWindowSpec(_ByRole):
+    """The window of a draft stage; it never shares blocks with the target's."""
+
+
 class CompressorSpec(_ByRole):
     """Rolling inputs of the overlapping compressors (main and indexer), two blocks of 4 tokens."""
 
@@ -55,6 +62,22 @@ class HeavyCompressorSpec(_ByRole):
     def prefix_cacheable(self) -> bool:
         # A hit ends on a multiple of 128 tokens: the group of 128 that it would continue has not begun.
         return False
+
+
+ROLE_OF_SPEC: dict[type[KVCacheSpec], str] = {
+    WindowSpec: "window",
+    MLAAttentionSpec: "compressed",
+    CompressorSpec: "CSA compressor",
+    HeavyCompressorSpec: "HCA compressor",
+    DraftWindowSpec: "draft window",
+}
+"""What the cache groups are called where they are shown."""
+
+
+def spec_of_group(group: KVCacheGroupSpec) -> KVCacheSpec:
+    """The spec that stands for a group of vLLM's, whose layers may differ in width."""
+    spec = group.kv_cache_spec
+    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def cache_spec(role: CacheRole, shape: CacheShape, block_size: int) -> KVCacheSpec:
@@ -82,6 +105,18 @@ def cache_spec(role: CacheRole, shape: CacheShape, block_size: int) -> KVCacheSp
     spec = CompressorSpec if shape.ratio == 4 else HeavyCompressorSpec
     return spec(
         block_size=COMPRESSOR_BLOCK[shape.ratio], sliding_window=shape.window, **common
+    )
+
+
+def draft_spec(shape: CacheShape) -> DraftWindowSpec:
+    """The vLLM spec of a draft stage's window, whose `shape` is that of a sliding layer of the target."""
+    return DraftWindowSpec(
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=shape.width,
+        dtype=shape.dtype,
+        block_size=WINDOW_BLOCK,
+        sliding_window=shape.window,
     )
 
 
@@ -114,6 +149,12 @@ class CacheLayer(nn.Module, AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         return self.spec
+
+    def no_rows(self, device: torch.device) -> torch.Tensor:
+        """[1, rows, width]: the null block alone, for a run without caches."""
+        spec = self.spec
+        shape = (1, spec.num_states, spec.head_size)
+        return torch.zeros(shape, dtype=spec.dtype, device=device)
 
     @property
     def tokens_per_row(self) -> int:

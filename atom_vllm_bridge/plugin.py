@@ -23,6 +23,8 @@ PLATFORMS = {
 # The names are vLLM's: it decides tokenizer mode, graph defaults and draft architecture by them.
 MODELS = {
     "DeepseekV4ForCausalLM": "atom_vllm_bridge.target:AtomDeepseekV4ForCausalLM",
+    "DSparkDraftModel": "atom_vllm_bridge.dspark:AtomDSparkDraftModel",
+    "DeepSeekV4MTPModel": "atom_vllm_bridge.mtp:AtomDeepseekV4MTP",
 }
 
 
@@ -115,3 +117,12 @@ def register_models() -> None:
     from atom_vllm_bridge.weights import CHECKPOINT_FORMAT, CheckpointFormat
 
     register_quantization_config(CHECKPOINT_FORMAT)(CheckpointFormat)
+
+    from atom_vllm_bridge.patches import registry
+
+    state = registry.load().apply("draft-length", process="engine")
+    if state.name == registry.REFUSED:
+        logger.warning(
+            "A speculative configuration needs num_speculative_tokens: patch draft-length is %s.",
+            state,
+        )

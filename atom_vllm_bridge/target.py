@@ -6,29 +6,23 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.interfaces import SupportsEagle3
 from vllm.sequence import IntermediateTensors
 
+from atom_vllm_bridge import step
 from atom_vllm_bridge import weights as checkpoint_weights
-from atom_vllm_bridge.attention import AtomMetadata
 from atom_vllm_bridge.kv_cache import CacheLayer, cache_spec
 from atom_vllm_bridge.model_state import AtomModelState
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.model import DeepseekV4Model
-from atom_vllm_bridge.models.deepseek_v4.state import (
-    Batch,
-    BlockTable,
-    Cache,
-    LayerState,
-    layer_caches,
-)
+from atom_vllm_bridge.models.deepseek_v4.state import LayerState, layer_caches
 from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.models.quantization.kv_codecs import kv_codec
 from atom_vllm_bridge.settings import Settings
 
 
-class AtomDeepseekV4ForCausalLM(nn.Module):
-    """Adapts `DeepseekV4Model` to vLLM's contract for text generation."""
+class AtomDeepseekV4ForCausalLM(nn.Module, SupportsEagle3):
+    """Adapts `DeepseekV4Model` to vLLM's contract for text generation, and to what its speculators ask of a target."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -59,13 +53,53 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
                     }
                 )
             )
+        self.aux_layers: tuple[int, ...] | None = None
+        self.mtp_streams = self._buffer_for_mtp(device)
 
     @staticmethod
     def get_model_state_cls() -> type[AtomModelState]:
         return AtomModelState
 
+    @property
+    def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The output head, as vLLM hands it to a draft: final hidden states [T, d] → logits [T, V] float32."""
+        return self.model.logits
+
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model.embed_input_ids(input_ids)
+        return self.model.embed_tokens(input_ids)
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Choose the taps, once; vLLM calls it when the model is loaded.
+
+        Args:
+            layers: L + 1 for the streams after layer L; up to `num_hidden_layers`, after the last.
+
+        Raises:
+            ValueError: no such layer.
+            RuntimeError: other taps were chosen before; what has been compiled or captured holds those.
+        """
+        chosen = tuple(sorted(set(layers)))
+        depth = self.config.num_hidden_layers
+        if not chosen or not 1 <= chosen[0] <= chosen[-1] <= depth:
+            raise ValueError(
+                f"aux layers {list(layers)} must lie between 1 and {depth} (L + 1 is after layer L); "
+                "correct dspark_target_layer_ids in config.json."
+            )
+        if self.aux_layers not in (None, chosen):
+            raise RuntimeError(
+                f"aux layers are {self.aux_layers} since the model was loaded and cannot become {chosen}; "
+                "build the engine again."
+            )
+        self.aux_layers = chosen
+
+    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        raise ValueError(
+            "config: dspark_target_layer_ids is missing; a draft must say which layers it reads."
+        )
+
+    def get_mtp_target_hidden_states(self) -> torch.Tensor | None:
+        """[max tokens, n · d], the last forward's streams; None unless an MTP draft reads them."""
+        return self.mtp_streams
 
     def forward(
         self,
@@ -73,21 +107,25 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
         positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[T] ids and positions → [T, d] final hidden states, after the head's hyper-connection and norm."""
-        metadata = get_forward_context().attn_metadata
-        if metadata is None:
-            batch, state = self._without_caches(positions)
-        else:
-            batch, state = self._with_caches(positions, metadata)
-        streams, _ = self.model(input_ids, batch, state)
-        return self.model.reduce(streams)
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """[T] ids and positions → [T, d] final hidden states, after the head's hyper-connection and norm.
+
+        With taps chosen, also the mean of the streams [T, d] at each.
+        """
+        batch, cache = step.current(positions)
+        streams, taps = self.model(
+            input_ids, batch, self._state(cache), self.aux_layers or ()
+        )
+        if self.mtp_streams is not None:
+            self.mtp_streams[: len(streams)] = streams.flatten(1)
+        hidden = self.model.reduce(streams)
+        return hidden if self.aux_layers is None else (hidden, taps)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loaded = checkpoint_weights.load(self, weights, self.vllm_config)
+        loaded = checkpoint_weights.load_target(self, weights, self.vllm_config)
         if self.vllm_config.device_config.device_type == "cpu":
             self._compile_ops()
         return loaded
@@ -96,75 +134,25 @@ class AtomDeepseekV4ForCausalLM(nn.Module):
     def _compile_ops(self) -> None:
         """A first token, so that a CPU's ops are compiled (once a machine; they are cached) before the first request."""
         token = torch.zeros(1, dtype=torch.int64)
-        streams, _ = self.model(token, *self._without_caches(token))
+        batch, cache = step.without_caches(token)
+        streams, _ = self.model(token, batch, self._state(cache))
         self.model.logits(self.model.reduce(streams))
 
-    def _state(self, cache: Callable[[CacheLayer], Cache]) -> list[LayerState]:
+    def _state(self, cache: step.CacheOf) -> list[LayerState]:
         """The caches of every layer, each as `cache` sees it."""
         return [
             LayerState(**{role: cache(layer) for role, layer in caches.items()})
             for caches in self.caches
         ]
 
-    def _with_caches(
-        self, positions: torch.Tensor, metadata: dict[str, AtomMetadata]
-    ) -> tuple[Batch, list[LayerState]]:
-        tables: dict[tuple[int, int], BlockTable] = {}
-
-        def cache(layer: CacheLayer) -> Cache:
-            group = metadata[layer.name]
-            # Layers of one group share one metadata object, hence one table and the indices derived from it. Two cache
-            # shapes of one group (main and indexer entries) have the same tokens a row only if the ratio is the same.
-            key = (id(group), layer.tokens_per_row)
-            if key not in tables:
-                tables[key] = BlockTable(
-                    blocks=group.block_table,
-                    slots=group.slot_mapping,
-                    block_size=group.block_size,
-                    tokens_per_row=layer.tokens_per_row,
-                )
-            return Cache(rows=layer.kv_cache, table=tables[key])
-
-        first = next(iter(metadata.values()))
-        batch = Batch(
-            positions=positions,
-            query_start_loc=first.query_start_loc,
-            seq_lens=first.seq_lens,
-            max_query_len=first.max_query_len,
-            max_seq_len=first.max_seq_len,
+    def _buffer_for_mtp(self, device: torch.device) -> torch.Tensor | None:
+        """Memory that stays where it is, so that a captured graph and the speculator agree on it."""
+        speculative = self.vllm_config.speculative_config
+        if speculative is None or speculative.method != "mtp":
+            return None
+        return torch.zeros(
+            self.vllm_config.scheduler_config.max_num_batched_tokens,
+            self.config.hc_mult * self.config.hidden_size,
+            dtype=self.model.dtype,
+            device=device,
         )
-        return batch, self._state(cache)
-
-    def _without_caches(
-        self, positions: torch.Tensor
-    ) -> tuple[Batch, list[LayerState]]:
-        """vLLM's profiling run: one request of T tokens over null blocks; nothing is written, memory is what it would be."""
-        tokens, device = positions.numel(), positions.device
-        length = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-        slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-
-        def cache(layer: CacheLayer) -> Cache:
-            spec = layer.spec
-            blocks = -(-tokens // spec.block_size)
-            return Cache(
-                rows=torch.zeros(
-                    (1, spec.num_states, spec.head_size),
-                    dtype=spec.dtype,
-                    device=device,
-                ),
-                table=BlockTable(
-                    blocks=torch.zeros((1, blocks), dtype=torch.int32, device=device),
-                    slots=slots,
-                    block_size=spec.block_size,
-                    tokens_per_row=layer.tokens_per_row,
-                ),
-            )
-
-        batch = Batch(
-            positions=torch.arange(tokens, device=device),
-            query_start_loc=length,
-            seq_lens=length[1:],
-            max_query_len=tokens,
-            max_seq_len=tokens,
-        )
-        return batch, self._state(cache)

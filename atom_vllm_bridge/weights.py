@@ -1,18 +1,20 @@
 """From a published checkpoint to the model's parameters: every tensor consumed once, or the load stops and names it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from atom_vllm_bridge.models.deepseek_v4 import loading
+from atom_vllm_bridge.models.deepseek_v4.shards import INDEX
 
 # vLLM's own name for this format lists no float32 and serves DeepSeek-V4.1 too, which stays vLLM's.
 CHECKPOINT_FORMAT = "atom_deepseek_v4"
@@ -58,12 +60,38 @@ class CheckpointFormat(QuantizationConfig):
         return None
 
 
-def load(
+def tensor_names(model_config: ModelConfig) -> set[str]:
+    """The names of a checkpoint's tensors, in a local directory or in a hub's cache.
+
+    Raises:
+        CheckpointError: no index and no shard tells them.
+    """
+    directory = Path(model_config.model)
+    if directory.is_dir():
+        return set(loading.check_shards(directory))
+    index = get_hf_file_to_dict(INDEX, model_config.model, model_config.revision)
+    if index is None:
+        raise loading.CheckpointError(
+            [f"{model_config.model} has no {INDEX}, which tells its draft's stages."]
+        )
+    return set(index["weight_map"])
+
+
+def load_target(
     model: nn.Module,
     tensors: Iterable[tuple[str, torch.Tensor]],
     vllm_config: VllmConfig,
 ) -> set[str]:
-    """Fill the target's parameters.
+    """Fill the target's parameters; the draft's tensors are left to the draft. Otherwise as `load_draft`."""
+    return _load(model, tensors, vllm_config, _of_the_draft)
+
+
+def load_draft(
+    model: nn.Module,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    vllm_config: VllmConfig,
+) -> set[str]:
+    """Fill a draft's parameters from the `mtp.*` tensors, each used once.
 
     Args:
         model: the adapter; its `.model` names a slot for each published tensor.
@@ -76,17 +104,24 @@ def load(
     Raises:
         CheckpointError: a shard is truncated, or a tensor is missing, left over, or of another shape or dtype.
     """
+    return _load(model, tensors, vllm_config, lambda name: not _of_the_draft(name))
+
+
+def _of_the_draft(name: str) -> bool:
+    return name.startswith("mtp.")
+
+
+def _load(
+    model: nn.Module,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    vllm_config: VllmConfig,
+    ignore: Callable[[str], bool],
+) -> set[str]:
     where: dict[str, str] = {}
     directory = Path(vllm_config.model_config.model)
     if directory.is_dir():
         where = {
             name: found.shard for name, found in loading.check_shards(directory).items()
         }
-    loading.load(
-        model.model.weight_slots(),
-        tensors,
-        # The drafts' tensors are theirs to load.
-        ignore=lambda name: name.startswith("mtp."),
-        where=where.get,
-    )
+    loading.load(model.model.weight_slots(), tensors, ignore=ignore, where=where.get)
     return {name for name, _ in model.named_parameters()}

@@ -48,6 +48,7 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[AtomMetadata]):
 
     # The model's forward derives everything from persistent tensors, on the device.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True
 
     def __init__(
         self,
@@ -75,6 +76,9 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[AtomMetadata]):
             max_seq_len=common.max_seq_len,
             block_size=self.block_size,
         )
+
+    def update_draft_decode_metadata(self, metadata: AtomMetadata) -> None:
+        """Nothing to refresh: the tensors are vLLM's own, and what follows from them is derived in the forward."""
 
 
 class AtomBackend(AttentionBackend):

@@ -9,6 +9,7 @@ import torch
 
 from atom_vllm_bridge.models.deepseek_v4 import checkpoint
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
+from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
 from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.platforms.refusal import Refused, prepare_command_line
@@ -16,11 +17,14 @@ from atom_vllm_bridge.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.compilation import CUDAGraphMode
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 DTYPES = (torch.bfloat16, torch.float32)
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
+# Methods of --speculative-config, for drafts within the target's checkpoint.
+DRAFTS = ("dspark", "mtp")
 # Of --load-format, those that read *.safetensors and so are held to their headers.
 SAFETENSORS_FORMATS = ("auto", "safetensors")
 # Blocks of every group divide it, and a prefix hit lands on it.
@@ -31,6 +35,12 @@ def serves(vllm_config: "VllmConfig") -> bool:
     """Whether the configuration is of a model that the bridge brings."""
     model = vllm_config.model_config
     return model is not None and ARCHITECTURE in (model.architectures or ())
+
+
+def method_of(vllm_config: "VllmConfig") -> str | None:
+    """The speculative method, or None."""
+    speculative = vllm_config.speculative_config
+    return None if speculative is None else speculative.method
 
 
 def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
@@ -73,7 +83,6 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
             "Use a multiple of 128, or leave it out."
         )
     for name, size in (
-        ("--data-parallel-size", parallel.data_parallel_size),
         ("--tensor-parallel-size", parallel.tensor_parallel_size),
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
@@ -91,8 +100,8 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
             f"--quantization {model.quantization} would be ignored: the layout is read from the checkpoint's tensors. "
             f"Drop it, or {own}."
         )
+    _refuse_a_draft_of_another_kind(vllm_config)
     for name, given in (
-        ("--speculative-config", vllm_config.speculative_config is not None),
         ("--kv-transfer-config", vllm_config.kv_transfer_config is not None),
         ("--enable-lora", vllm_config.lora_config is not None),
         ("--enable-prompt-embeds", model.enable_prompt_embeds),
@@ -108,6 +117,37 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
             )
 
 
+def _refuse_a_draft_of_another_kind(vllm_config: "VllmConfig") -> None:
+    speculative, hf = vllm_config.speculative_config, vllm_config.model_config.hf_config
+    if speculative is None:
+        return
+    method, own = speculative.method, vllm_config.model_config.model
+    if method not in DRAFTS:
+        raise Refused(
+            f"speculative method {method} does not run with the native model. "
+            f"Use {' or '.join(DRAFTS)}, which draft with the checkpoint's own stages."
+        )
+    if speculative.model != own:
+        raise Refused(
+            f"the {method} draft of {speculative.model} cannot draft for {own}: drafts are read from the target's "
+            "checkpoint. Leave out the draft's model."
+        )
+    found = checkpoint.draft_kind(hf.to_dict())
+    if found != method:
+        raise Refused(
+            f"speculative method {method} is asked for, but {own} holds {f'a {found} draft' if found else 'no draft'}. "
+            + (
+                f"Use {found}."
+                if found
+                else "Drop --speculative-config, or take a checkpoint with mtp.* tensors."
+            )
+        )
+    if method == "mtp" and hf.num_nextn_predict_layers != 1:
+        raise Refused(
+            f"num_nextn_predict_layers = {hf.num_nextn_predict_layers} in config.json: one MTP layer is supported."
+        )
+
+
 def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
     """Raise `Refused` for a checkpoint that would fail to load, before any process is started for it.
 
@@ -120,20 +160,26 @@ def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
     model = vllm_config.model_config
     directory = Path(model.model)
     try:
-        DeepseekV4Config.from_hf(model.hf_config.to_dict())
+        hf = model.hf_config.to_dict()
+        DeepseekV4Config.from_hf(hf)
+        if method_of(vllm_config) == "dspark":
+            DSparkConfig.from_hf(hf)
         if (
             directory.is_dir()
             and vllm_config.load_config.load_format in SAFETENSORS_FORMATS
         ):
             headers = check_shards(directory)
+            drafts = vllm_config.speculative_config is not None
             # Overrides change what the shards should hold; the loader still accounts for every tensor.
             if not model.hf_overrides:
                 config = json.loads((directory / "config.json").read_bytes())
                 layout = checkpoint.detect_layout(headers)
+                stages = checkpoint.count_stages(headers) if drafts else 0
                 checkpoint.check_headers(
-                    checkpoint.tensor_table(config, layout, stages=0),
+                    checkpoint.tensor_table(config, layout, stages=max(stages, drafts)),
                     headers,
-                    ignored=("mtp.",),
+                    # Tensors of a draft that is not used are nobody's.
+                    ignored=() if drafts else ("mtp.",),
                 )
     except checkpoint.CheckpointError as error:
         first, *others = error.problems
@@ -153,6 +199,15 @@ class AtomPlatform:
         super().pre_register_and_update(parser)  # type: ignore[misc]
         if parser is not None:
             prepare_command_line(parser)
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
+        # vLLM's first call, before it or the platform has decided anything.
+        if serves(vllm_config):
+            from atom_vllm_bridge import startup
+
+            startup.note_what_was_asked(vllm_config)
+        super().apply_config_platform_defaults(vllm_config)  # type: ignore[misc]
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
@@ -180,12 +235,20 @@ class AtomPlatform:
     @classmethod
     def _check_and_update_deepseek_v4(cls, vllm_config: "VllmConfig") -> None:
         from vllm.config import CompilationMode
-        from vllm.config.compilation import CUDAGraphMode
 
         cache = vllm_config.cache_config
         asked = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
         cache.block_size = asked
+        if method_of(vllm_config) == "dspark":
+            # Context rows follow from verified tokens alone, so that the last block of a hit is as good as the others. An
+            # MTP row also holds the next token, which another request may continue differently: there vLLM's drop stays.
+            vllm_config.speculative_config.disable_eagle_block_drop = True
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
-        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.cudagraph_mode = cls.graph_mode(compilation.cudagraph_mode)
+
+    @classmethod
+    def graph_mode(cls, asked: "CUDAGraphMode") -> "CUDAGraphMode":
+        """What the model honours: full graphs of decode steps, and nothing piecewise, since nothing is compiled."""
+        return asked.without_piecewise()

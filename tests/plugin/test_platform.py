@@ -159,7 +159,16 @@ def test_deepseek_v4_keeps_what_the_cpu_platform_switches_off(small_checkpoint):
         ({"block_size": 64}, "--block-size 64"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
-        ({"data_parallel_size": 2}, "--data-parallel-size 2"),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram_gpu",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 2,
+                }
+            },
+            "ngram_gpu",
+        ),
         ({"quantization": "fp8"}, "--quantization fp8"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid"),
@@ -178,6 +187,12 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(
     assert line.startswith("atom-vllm-bridge: ")
     assert named in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("method", ["dspark", "mtp"])
+def test_a_draft_that_the_checkpoint_lacks_is_named(small_checkpoint, method):
+    with pytest.raises(ValueError, match=f"{method} is asked for.*holds no such draft"):
+        configuration(small_checkpoint, speculative_config={"method": method})
 
 
 def test_the_setting_of_ops_reaches_the_model(small_checkpoint):

@@ -129,6 +129,10 @@ class Attention(nn.Module):
         query = query.unflatten(-1, (self.num_heads, self.dim))
         return self.rms_norm(query, None, self.norm_eps)
 
+    def project_kv(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, d] → the raw keys [T, D] alone, before their norm; what a draft stores of its context."""
+        return x @ self.w_in[:, self.q_rank : self.q_rank + self.dim]
+
     def write_kv(self, kv: torch.Tensor, rotation: torch.Tensor, window: Cache) -> None:
         """Norm, rotate and store the raw keys [T, D] of tokens."""
         kv = self.rms_norm(kv.float(), self.kv_norm, self.norm_eps)

@@ -139,7 +139,7 @@ class DeepseekV4Model(nn.Module):
             self.register_buffer(name, theta, persistent=False)
         self.requires_grad_(False)
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] ids → [T, d]; a negative id, a placeholder of the engine's, is embedded as 0."""
         return F.embedding(input_ids.clamp(min=0), self.embed)
 
@@ -168,13 +168,14 @@ class DeepseekV4Model(nn.Module):
         """
         ids = input_ids.clamp(min=0)
         plan = self.plan(batch)
-        streams = F.embedding(ids, self.embed).unsqueeze(1)
+        streams = self.embed_tokens(ids).unsqueeze(1)
         streams = streams.repeat(1, self.config.hc_mult, 1)
         taps = []
         for number, (layer, caches) in enumerate(
             zip(self.layers, state, strict=True), start=1
         ):
             streams = layer(streams, ids, plan, caches)
+            # COMPILE BOUNDARY: a compiled graph bakes in which layers are tapped.
             if number in aux_layers:
                 taps.append(streams.mean(1))
         return streams, taps

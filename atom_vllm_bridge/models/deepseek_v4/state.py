@@ -164,6 +164,11 @@ class Batch:
         return torch.bucketize(tokens, ends, right=True).clamp_(max=ends.numel() - 1)
 
 
+def window_cache(config: DeepseekV4Config, codec: KVCodec) -> CacheShape:
+    """The cache of raw keys that every layer of the target and every draft stage needs."""
+    return CacheShape(codec.kv.width, codec.kv.dtype, window=config.sliding_window)
+
+
 def layer_caches(
     config: DeepseekV4Config, layer: int, codec: KVCodec
 ) -> dict[CacheRole, CacheShape]:
@@ -172,8 +177,7 @@ def layer_caches(
     A compressor row is float32 [kv | score]: one token's inputs, two parts each where groups overlap (CSA).
     """
     kv, index = codec.kv, codec.index
-    window = CacheShape(kv.width, kv.dtype, window=config.sliding_window)
-    caches = {CacheRole.WINDOW: window}
+    caches = {CacheRole.WINDOW: window_cache(config, codec)}
     ratio = config.ratio(layer)
     if not ratio:
         return caches

@@ -1,0 +1,89 @@
+"""What one forward of vLLM's runner means to a model: the batch, and where each cache layer's rows are in it."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from vllm.forward_context import get_forward_context
+
+from atom_vllm_bridge.attention import AtomMetadata
+from atom_vllm_bridge.kv_cache import CacheLayer
+from atom_vllm_bridge.models.deepseek_v4.state import Batch, BlockTable, Cache
+
+CacheOf = Callable[[CacheLayer], Cache]
+
+
+def current(
+    positions: torch.Tensor, query_len: int | None = None
+) -> tuple[Batch, CacheOf]:
+    """The batch of the forward that is running.
+
+    Args:
+        positions: [T] int64.
+        query_len: tokens a request, where the runner profiles and there is no metadata to tell; by default all T are one
+            request's.
+    """
+    metadata = get_forward_context().attn_metadata
+    if metadata is None:
+        return without_caches(positions, query_len)
+    return with_caches(positions, metadata)
+
+
+def with_caches(
+    positions: torch.Tensor, metadata: Mapping[str, AtomMetadata]
+) -> tuple[Batch, CacheOf]:
+    """A real step: what vLLM's metadata, by layer name, say."""
+    tables: dict[tuple[int, int], BlockTable] = {}
+
+    def cache(layer: CacheLayer) -> Cache:
+        group = metadata[layer.name]
+        # Layers of one group share one metadata object, hence one table and the indices derived from it. Two cache
+        # shapes of one group (main and indexer entries) have the same tokens a row only if the ratio is the same.
+        key = (id(group), layer.tokens_per_row)
+        if key not in tables:
+            tables[key] = BlockTable(
+                blocks=group.block_table,
+                slots=group.slot_mapping,
+                block_size=group.block_size,
+                tokens_per_row=layer.tokens_per_row,
+            )
+        return Cache(rows=layer.kv_cache, table=tables[key])
+
+    first = next(iter(metadata.values()))
+    batch = Batch(
+        positions=positions,
+        query_start_loc=first.query_start_loc,
+        seq_lens=first.seq_lens,
+        max_query_len=first.max_query_len,
+        max_seq_len=first.max_seq_len,
+    )
+    return batch, cache
+
+
+def without_caches(
+    positions: torch.Tensor, query_len: int | None = None
+) -> tuple[Batch, CacheOf]:
+    """vLLM's profiling run: requests over null blocks; nothing is written, memory is what it would be."""
+    tokens, device = positions.numel(), positions.device
+    query_len = query_len or tokens
+    ends = torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device)
+    slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+
+    def cache(layer: CacheLayer) -> Cache:
+        spec = layer.spec
+        shape = (ends.numel() - 1, -(-query_len // spec.block_size))
+        table = BlockTable(
+            blocks=torch.zeros(shape, dtype=torch.int32, device=device),
+            slots=slots,
+            block_size=spec.block_size,
+            tokens_per_row=layer.tokens_per_row,
+        )
+        return Cache(rows=layer.no_rows(device), table=table)
+
+    batch = Batch(
+        positions=torch.arange(tokens, device=device) % query_len,
+        query_start_loc=ends,
+        seq_lens=torch.full_like(ends[1:], query_len),
+        max_query_len=query_len,
+        max_seq_len=query_len,
+    )
+    return batch, cache
