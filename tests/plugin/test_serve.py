@@ -1,18 +1,11 @@
 """`vllm serve` through the bridge, as its users see it: one real server, asked with the openai client and with curl."""
 
-import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
-import socket
 import subprocess
-import sys
-import time
-import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 
 import openai
@@ -20,15 +13,10 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from servers import NAME, PROMPT, VLLM, environment, serving
 
 ROOT = Path(__file__).resolve().parents[2]
-VLLM = Path(sys.executable).with_name("vllm")
-NAME = "checkpoints/tiny"
 GIB = 1 << 30
-READY_SECONDS = 180
-PROMPT = "The capital of France is"
-HELLO = [{"role": "user", "content": "Hello"}]
 NO_THINKING = {"chat_template_kwargs": {"thinking": False}}
 WEATHER = {
     "type": "function",
@@ -48,125 +36,16 @@ WEATHER = {
 }
 
 
-def environment() -> dict[str, str]:
-    # More threads than free cores make torch's barriers wait for the scheduler.
-    own = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    # The engines of other tests live in their own process; a server's does not.
-    inherited = dict(os.environ)
-    inherited.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    return inherited | own
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen
-    port: int
-    tokenizer: Tokenizer
-    ready_after: float
-
-    @property
-    def url(self) -> str:
-        return f"http://localhost:{self.port}"
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120
-        )
-
-    def complete(self, prompt=PROMPT, max_tokens=8, **body):
-        """A completion, greedy unless asked otherwise; its choices carry token_ids."""
-        # vLLM leaves the echo out where ids are asked for.
-        ids = not body.get("echo", False)
-        body = {"temperature": 0, "return_token_ids": ids} | body
-        return self.client.completions.create(
-            model=NAME, prompt=prompt, max_tokens=max_tokens, extra_body=body
-        )
-
-    def tokens(self, **body) -> list[int]:
-        return self.complete(**body).choices[0].token_ids
-
-    def chat(self, max_tokens=12, **body):
-        return self.client.chat.completions.create(
-            model=NAME,
-            messages=HELLO,
-            max_tokens=max_tokens,
-            temperature=0,
-            **body,
-        )
-
-    def id_of(self, token: str) -> int:
-        return self.tokenizer.token_to_id(token)
-
-    def no_whitespace(self) -> dict[str, float]:
-        """A logit_bias. Grammars of JSON let random weights write spaces until the limit."""
-        ids = range(self.tokenizer.get_vocab_size())
-        texts = self.tokenizer.decode_batch([[i] for i in ids])
-        return {str(i): -100.0 for i in ids if texts[i].isspace()}
-
-    def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
-            page = answer.read().decode()
-        return sum(
-            float(value)
-            for value in re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)
-        )
-
-
 @pytest.fixture(scope="module")
 def server(tiny_checkpoint, tmp_path_factory):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("serve") / "log"
-    command = f"""
-        {VLLM} serve {tiny_checkpoint} --port {port} --served-model-name {NAME}
+    options = f"""
         --tokenizer-mode deepseek_v4 --enable-auto-tool-choice --tool-call-parser deepseek_v4
         --reasoning-parser deepseek_v4 --max-model-len 2048 --max-num-seqs 16
         --kv-cache-memory-bytes {GIB} --enable-prompt-tokens-details
     """
-    start = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            shlex.split(command),
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        while not healthy(port):
-            assert process.poll() is None, tail(log, "the server ended")
-            waited = time.monotonic() - start
-            assert waited < READY_SECONDS, tail(log, "the server is not ready")
-            time.sleep(0.2)
-        tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
-        yield Server(process, port, tokenizer, time.monotonic() - start)
-        assert process.poll() is None, tail(log, "the server did not survive")
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            pytest.fail(tail(log, "the server did not stop"))
-    finally:
-        # A stop during the start can hang vLLM, so its processes are not asked twice.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def healthy(port: int) -> bool:
-    try:
-        urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def tail(log: Path, what: str) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    return "\n".join([f"{what}; the end of its log:", *lines[-60:]])
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with serving(tiny_checkpoint, log, options) as server:
+        yield server
 
 
 def test_a_server_is_ready_within_a_minute(server):
