@@ -20,6 +20,7 @@ from atom_vllm_bridge.models.deepseek_v4.hyper_connections import (
     HyperHead,
 )
 from atom_vllm_bridge.models.deepseek_v4.moe import MixtureOfExperts
+from atom_vllm_bridge.models.deepseek_v4.packing import Packable
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan
 from atom_vllm_bridge.models.deepseek_v4.rope import frequencies
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, LayerState
@@ -89,7 +90,7 @@ class Block(nn.Module):
         return slots
 
 
-class DeepseekV4Model(nn.Module):
+class DeepseekV4Model(Packable):
     """The target model. Weights are uninitialised until something is copied into `weight_slots()`.
 
     Args:
@@ -99,6 +100,8 @@ class DeepseekV4Model(nn.Module):
         device: where.
         kv_codec: storage of cache rows; by default the values in `dtype`.
     """
+
+    by_input = ("head",)
 
     def __init__(
         self,
@@ -133,6 +136,7 @@ class DeepseekV4Model(nn.Module):
                 torch.empty(config.hidden_size, config.vocab_size, **kind)
             )
         )
+        self.linear = resolve("linear", device)
         self.rms_norm = resolve("rms_norm", device)
         for name, compressed in (("theta", False), ("compress_theta", True)):
             theta = frequencies(config, compressed=compressed).to(device)
@@ -187,13 +191,14 @@ class DeepseekV4Model(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, d] → [T, V] float32."""
         head = self.embed.mT if self.head is None else self.head
-        return (hidden @ head).float()
+        return self.linear(hidden, head)[:, : self.config.vocab_size].float()
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Every tensor that the checkpoint publishes for the target → the memory it is copied to.
 
         Slots are views into fused or stacked parameters, with the shape of the unquantised tensor.
         """
+        self.unpack()
         slots = {"embed.weight": self.embed.data, "norm.weight": self.norm.data}
         if self.head is not None:
             slots["head.weight"] = self.head.data.mT

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from atom_vllm_bridge.models.deepseek_v4.config import HASH_MOE, DeepseekV4Config
+from atom_vllm_bridge.models.deepseek_v4.packing import Packable
 from atom_vllm_bridge.models.ops.registry import resolve
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(Packable):
     """One layer's feed-forward.
 
     Args:
@@ -19,6 +20,8 @@ class MixtureOfExperts(nn.Module):
         mlp_type: `hash_moe` or `moe`.
         dtype: of the experts.
     """
+
+    by_input = ("w13", "w2", "shared_w13", "shared_w2")
 
     def __init__(
         self,
@@ -34,7 +37,7 @@ class MixtureOfExperts(nn.Module):
         )
         self.num_experts, self.limit = config.n_routed_experts, config.swiglu_limit
         d, inner = config.hidden_size, config.moe_intermediate_size
-        shared = config.shared_intermediate_size
+        self.shared = shared = config.shared_intermediate_size
         kind = {"dtype": dtype, "device": device}
         fp32 = {"dtype": torch.float32, "device": device}
         self.gate = nn.Parameter(torch.empty(self.num_experts, d, **fp32))
@@ -55,6 +58,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_w2 = nn.Parameter(torch.empty(shared, d, **kind))
         self.router = resolve("router", device)
         self.experts = resolve("experts", device)
+        self.linear = resolve("linear", device)
         self.swiglu = resolve("swiglu", device)
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
@@ -65,11 +69,13 @@ class MixtureOfExperts(nn.Module):
             x, self.gate, self.route_scale, self.k, self.bias, chosen
         )
         y = self.experts(x, chosen, weights, self.w13, self.w2, self.limit)
-        hidden = self.swiglu(x @ self.shared_w13, self.limit)
-        return y.add_(hidden @ self.shared_w2).to(x.dtype)
+        hidden = self.linear(x, self.shared_w13)[:, : 2 * self.shared]
+        shared = self.linear(self.swiglu(hidden, self.limit), self.shared_w2)
+        return y.add_(shared[:, : x.shape[1]]).to(x.dtype)
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Where each published tensor goes: views into the stacked experts."""
+        self.unpack()
         slots = {"gate.weight": self.gate.data}
         if self.tid2eid is not None:
             slots["gate.tid2eid"] = self.tid2eid
