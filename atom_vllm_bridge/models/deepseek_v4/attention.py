@@ -95,9 +95,9 @@ class Attention(Packable):
         )
         self.linear = resolve("linear", device)
         self.rms_norm = resolve("rms_norm", device)
-        self.rope = resolve("rope", device)
+        self.query_heads = resolve("query_heads", device)
         self.inverse_rope = resolve("inverse_rope", device)
-        self.write_rows = resolve("write_rows", device)
+        self.write_keys = resolve("write_keys", device)
         self.sparse_attention = resolve("sparse_attention", device)
         self.grouped_output_projection = resolve("grouped_output_projection", device)
 
@@ -107,16 +107,16 @@ class Attention(Packable):
         rotation = plan.rotation(self.layer_type)
         self.write_kv(inputs["kv"], rotation, state.window)
         low = self.rms_norm(inputs["q_low"], self.q_norm, self.norm_eps)
-        query, compressed = self.query(low), None
+        query, compressed = self.query(low, rotation), None
         if self.compressor is not None:
             state_, entries = _need(state.compressor), _need(state.compressed)
-            self.compressor(inputs["compressor"].float(), plan, state_, entries)
+            self.compressor(inputs["compressor"], plan, state_, entries)
             compressed = entries
         selected = None
         if self.indexer is not None:
             state_, index = _need(state.index_compressor), _need(state.index)
             self.indexer.compressor(
-                inputs["index_compressor"].float(), plan, state_, index
+                inputs["index_compressor"], plan, state_, index
             )
             # With no more entries than it would select, it has nothing to choose.
             if plan.entries(self.indexer.ratio) > self.indexer.topk:
@@ -128,7 +128,6 @@ class Attention(Packable):
                 selected = self.indexer(
                     index_query, inputs["index_weight"], plan, index
                 )
-        query = self.rope(query, rotation)
         o = self.attend(query, plan, state.window, compressed, selected)
         return self.output(o, rotation, x.dtype)
 
@@ -141,12 +140,13 @@ class Attention(Packable):
             first += width
         return parts
 
-    def query(self, low: torch.Tensor) -> torch.Tensor:
-        """[T, rank] normed → [T, H, D] float32, each head normed, not yet rotated."""
+    def query(
+        self, low: torch.Tensor, rotation: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, rank] normed → [T, H, D] float32, each head normed, and rotated if a rotation is given."""
         w = panels.columns(self.wq_b, 0, self.query_rows)
-        query = self.linear(low, w)[:, : self.query_rows].float()
-        query = query.unflatten(-1, (self.num_heads, self.dim))
-        return self.rms_norm(query, None, self.norm_eps)
+        query = self.linear(low, w)[:, : self.query_rows]
+        return self.query_heads(query, self.num_heads, self.norm_eps, rotation)
 
     def project_kv(self, x: torch.Tensor) -> torch.Tensor:
         """[T, d] → the raw keys [T, D] alone, before their norm; what a draft stores of its context."""
@@ -154,9 +154,15 @@ class Attention(Packable):
 
     def write_kv(self, kv: torch.Tensor, rotation: torch.Tensor, window: Cache) -> None:
         """Norm, rotate and store the raw keys [T, D] of tokens."""
-        kv = self.rms_norm(kv.float(), self.kv_norm, self.norm_eps)
-        row = self.codec.kv.encode(self.rope(kv, rotation))
-        self.write_rows(window.rows, window.slot_ids(), row)
+        self.write_keys(
+            kv,
+            self.kv_norm,
+            self.norm_eps,
+            rotation,
+            window.rows,
+            window.slot_ids(),
+            self.codec.kv.encode,
+        )
 
     def attend(
         self,

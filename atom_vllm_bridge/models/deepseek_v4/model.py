@@ -50,14 +50,12 @@ class Block(nn.Module):
         super().__init__()
         fp32 = {"dtype": torch.float32, "device": device}
         ratio = RATIO_OF_LAYER_TYPE[layer_type]
-        self.norm_eps = config.rms_norm_eps
         self.hc_attn = HyperConnection(config, device)
         self.attn_norm = nn.Parameter(torch.empty(config.hidden_size, **fp32))
         self.attn = Attention(config, layer_type, ratio, codec, dtype, device)
         self.hc_ffn = HyperConnection(config, device)
         self.ffn_norm = nn.Parameter(torch.empty(config.hidden_size, **fp32))
         self.ffn = MixtureOfExperts(config, mlp_type, dtype, device)
-        self.rms_norm = resolve("rms_norm", device)
 
     def forward(
         self,
@@ -67,12 +65,10 @@ class Block(nn.Module):
         state: LayerState,
     ) -> torch.Tensor:
         """[T, n, d] → [T, n, d]."""
-        x, post, comb = self.hc_attn.read(streams)
-        x = self.rms_norm(x, self.attn_norm, self.norm_eps)
+        x, post, comb = self.hc_attn.read(streams, self.attn_norm)
         x = self.attn(x, plan, state)
         streams = self.hc_attn.write(x, streams, post, comb)
-        x, post, comb = self.hc_ffn.read(streams)
-        x = self.rms_norm(x, self.ffn_norm, self.norm_eps)
+        x, post, comb = self.hc_ffn.read(streams, self.ffn_norm)
         x = self.ffn(x, input_ids)
         return self.hc_ffn.write(x, streams, post, comb)
 

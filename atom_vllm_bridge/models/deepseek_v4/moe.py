@@ -37,7 +37,7 @@ class MixtureOfExperts(Packable):
         )
         self.num_experts, self.limit = config.n_routed_experts, config.swiglu_limit
         d, inner = config.hidden_size, config.moe_intermediate_size
-        self.shared = shared = config.shared_intermediate_size
+        shared = config.shared_intermediate_size
         kind = {"dtype": dtype, "device": device}
         fp32 = {"dtype": torch.float32, "device": device}
         self.gate = nn.Parameter(torch.empty(self.num_experts, d, **fp32))
@@ -58,8 +58,7 @@ class MixtureOfExperts(Packable):
         self.shared_w2 = nn.Parameter(torch.empty(shared, d, **kind))
         self.router = resolve("router", device)
         self.experts = resolve("experts", device)
-        self.linear = resolve("linear", device)
-        self.swiglu = resolve("swiglu", device)
+        self.feed_forward = resolve("feed_forward", device)
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
         """[T, d], and [T] token ids, none negative → [T, d]."""
@@ -69,9 +68,8 @@ class MixtureOfExperts(Packable):
             x, self.gate, self.route_scale, self.k, self.bias, chosen
         )
         y = self.experts(x, chosen, weights, self.w13, self.w2, self.limit)
-        hidden = self.linear(x, self.shared_w13)[:, : 2 * self.shared]
-        shared = self.linear(self.swiglu(hidden, self.limit), self.shared_w2)
-        return y.add_(shared[:, : x.shape[1]]).to(x.dtype)
+        shared = self.feed_forward(x, self.shared_w13, self.shared_w2, self.limit)
+        return y.add_(shared).to(x.dtype)
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Where each published tensor goes: views into the stacked experts."""

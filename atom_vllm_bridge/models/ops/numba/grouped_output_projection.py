@@ -16,4 +16,4 @@ def grouped_output_projection(
     groups, rank = wo_a.shape[0], wo_b.shape[1] // wo_a.shape[0]
     if low.shape[1] > groups * rank:
         low = low.unflatten(1, (groups, -1))[..., :rank].flatten(1)
-    return by_panels(low, wo_b.unsqueeze(0)).to(o.dtype)
+    return by_panels(low, wo_b).to(o.dtype)

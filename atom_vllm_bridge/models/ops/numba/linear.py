@@ -35,9 +35,11 @@ _bodies = {torch.bfloat16: _body(np.uint16), torch.float32: _body(np.uint32)}
 
 
 def by_panels(x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
-    """x [T, G · a] times panels [G, P, a, WIDTH], group by group → [T, G · P · WIDTH] float32."""
-    groups, count, inputs, width = panels.shape
-    x = x.float().contiguous()
+    """x [T, G · a] times panels [G, P, a, WIDTH], group by group, or [P, a, WIDTH] → [T, G · P · WIDTH] float32."""
+    *groups_, count, inputs, width = panels.shape
+    groups = groups_[0] if groups_ else 1
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        x = x.float().contiguous()
     out = x.new_empty(x.shape[0], groups * count * width)
     _bodies[panels.dtype].run(
         chunk_count(groups * count),
@@ -56,7 +58,7 @@ def takes(x: torch.Tensor, panels: torch.Tensor) -> bool:
     """Whether `by_panels` is for these."""
     return (
         x.shape[0] <= MOST_ROWS
-        and x.device.type == "cpu"
+        and x.is_cpu
         and panels.dtype in _bodies
         and not trained(x, panels)
     )
@@ -65,4 +67,4 @@ def takes(x: torch.Tensor, panels: torch.Tensor) -> bool:
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     if w.dim() == 2 or not takes(x, w):
         return reference.linear(x, w)
-    return by_panels(x, w.unsqueeze(0)).to(x.dtype)
+    return by_panels(x, w).to(x.dtype)

@@ -1,0 +1,34 @@
+"""ops/torch/write_inputs.py in one call."""
+
+import torch
+
+from atom_vllm_bridge.models.ops.numba.few import compiled, few, trained
+from atom_vllm_bridge.models.ops.rows import flat_rows
+from atom_vllm_bridge.models.ops.torch import write_inputs as reference
+
+
+@compiled()
+def _write_inputs(inputs, ape, phase, rows, ids):
+    half = ape.shape[1]
+    for t in range(ids.shape[0]):
+        if ids[t] >= 0:
+            row, bias = rows[ids[t]], ape[phase[t]]
+            for c in range(half):
+                row[c] = inputs[t, c]
+                row[half + c] = inputs[t, half + c] + bias[c]
+
+
+def write_inputs(
+    inputs: torch.Tensor,
+    ape: torch.Tensor,
+    phase: torch.Tensor,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+) -> None:
+    flat, wide = flat_rows(rows), inputs.float().contiguous()
+    if flat is None or not few(wide) or trained(ape):
+        reference.write_inputs(inputs, ape, phase, rows, ids)
+        return
+    _write_inputs(
+        wide.numpy(), ape.numpy(), phase.numpy(), flat.numpy(), ids.numpy()
+    )
