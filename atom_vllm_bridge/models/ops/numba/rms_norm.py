@@ -27,7 +27,7 @@ NO_WEIGHT = np.empty(0, np.float32)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    if x.numel() > MOST or trained(weight) or not few(wide := x.float()):
+    if x.numel() > MOST or trained(weight) or not few(wide := x.float().contiguous()):
         return reference.rms_norm(x, weight, eps)
     d = wide.shape[-1]
     out = torch.empty_like(wide)
