@@ -150,7 +150,8 @@ class Attention(Packable):
 
     def project_kv(self, x: torch.Tensor) -> torch.Tensor:
         """[T, d] → the raw keys [T, D] alone, before their norm; what a draft stores of its context."""
-        return x @ self.w_in[:, self.q_rank : self.q_rank + self.dim]
+        w = panels.columns(self.w_in, self.q_rank, self.q_rank + self.dim)
+        return self.linear(x, w)[:, : self.dim]
 
     def write_kv(self, kv: torch.Tensor, rotation: torch.Tensor, window: Cache) -> None:
         """Norm, rotate and store the raw keys [T, D] of tokens."""
