@@ -1,10 +1,9 @@
-"""ops/torch/experts.py on panels, for few rows: each expert that is hit is read once, by one thread."""
+"""ops/torch/experts.py on panels: each expert that is hit is read once, by one thread."""
 
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import compiled
-from atom_vllm_bridge.models.ops.numba.linear import takes
+from atom_vllm_bridge.models.ops.numba.few import compiled, trained
 from atom_vllm_bridge.models.ops.numba.swiglu import gate_rows
 from atom_vllm_bridge.models.ops.numba.team import Body, array, next_chunk
 from atom_vllm_bridge.models.ops.numba.tile import product
@@ -15,16 +14,19 @@ from atom_vllm_bridge.models.ops.torch import experts as reference
 @compiled()
 def _by_expert(chosen, many, order, start):
     """Sort slots (token · k + place) by expert; expert number n of those hit has order[start[n] : start[n + 1]]. Returns their count."""
-    slots, count, filled = chosen.size, 0, 0
+    slots, count = chosen.size, 0
+    end = np.zeros(many + 1, np.int64)
+    for s in range(slots):
+        end[chosen[s] + 1] += 1
     for e in range(many):
-        for s in range(slots):
-            if chosen[s] == e:
-                if filled == 0 or chosen[order[filled - 1]] != e:
-                    start[count] = filled
-                    count += 1
-                order[filled] = s
-                filled += 1
-    start[count] = filled
+        if end[e + 1]:
+            start[count] = end[e]
+            count += 1
+        end[e + 1] += end[e]
+    start[count] = slots
+    for s in range(slots):
+        order[end[chosen[s]]] = s
+        end[chosen[s]] += 1
     return count
 
 
@@ -88,7 +90,7 @@ def experts(
     filled = packed and (
         w13.shape[1] * WIDTH != 2 * w2.shape[2] or w2.shape[1] * WIDTH != x.shape[1]
     )
-    if not packed or filled or not takes(x, w13):
+    if not packed or filled or not x.is_cpu or trained(x, w13, w2):
         return reference.experts(x, chosen, weights, w13, w2, limit)
     tokens, k = chosen.shape
     many, _, d, _ = w13.shape
