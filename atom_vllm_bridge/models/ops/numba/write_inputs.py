@@ -2,7 +2,7 @@
 
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import compiled, few, trained
+from atom_vllm_bridge.models.ops.numba.few import compiled, trained
 from atom_vllm_bridge.models.ops.rows import flat_rows
 from atom_vllm_bridge.models.ops.torch import write_inputs as reference
 
@@ -25,10 +25,11 @@ def write_inputs(
     rows: torch.Tensor,
     ids: torch.Tensor,
 ) -> None:
-    flat, wide = flat_rows(rows), inputs.float().contiguous()
-    if flat is None or not few(wide) or trained(ape):
+    flat = flat_rows(rows)
+    if flat is None or not rows.is_cpu or trained(ape, inputs):
         reference.write_inputs(inputs, ape, phase, rows, ids)
         return
+    wide = inputs.float().contiguous()
     _write_inputs(
         wide.numpy(), ape.numpy(), phase.numpy(), flat.numpy(), ids.numpy()
     )

@@ -12,7 +12,7 @@ def query_heads(
     """Make queries.
 
     Args:
-        x: [T, H · D].
+        x: [T, H · D]; may be changed.
         heads: H.
         eps: of the norm.
         rotation: [T, P] complex64, of the last 2 · P values of each head; None: not rotated.
