@@ -50,12 +50,12 @@ def test_a_stored_key_is_normed_rotated_and_encoded(provider, storage, dtype):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1 + 2**-8, 3.4e38])
 @pytest.mark.parametrize("provider", providers_of("write_keys"))
 def test_bfloat16_keys_are_rounded_as_torch_rounds(provider, value):
-    rows = torch.zeros(1, 2, 4, dtype=torch.bfloat16)
-    x = torch.tensor([[1.0, 1.0, 1.0, 1.0]])
-    weight = torch.tensor([value, 1.0, -value, 1 + 3 * 2**-8])
-    none = torch.ones(1, 0, dtype=torch.complex64)
+    rows = torch.zeros(1, 2, 6, dtype=torch.bfloat16)
+    x = torch.ones(1, 6)
+    weight = torch.tensor([value, 1.0, -value, 1 + 3 * 2**-8, 1.0, 1.0])
+    still = torch.ones(1, 1, dtype=torch.complex64)
     resolve_from(provider, "write_keys")(
-        x, weight, 0.0, none, rows, torch.tensor([1]), torch.Tensor.bfloat16
+        x, weight, 0.0, still, rows, torch.tensor([1]), torch.Tensor.bfloat16
     )
     torch.testing.assert_close(rows[0, 1], weight.bfloat16(), equal_nan=True)
     assert not rows[0, 0].any()

@@ -115,15 +115,11 @@ class Attention(Packable):
         selected = None
         if self.indexer is not None:
             state_, index = _need(state.index_compressor), _need(state.index)
-            self.indexer.compressor(
-                inputs["index_compressor"], plan, state_, index
-            )
+            self.indexer.compressor(inputs["index_compressor"], plan, state_, index)
             # With no more entries than it would select, it has nothing to choose.
             if plan.entries(self.indexer.ratio) > self.indexer.topk:
                 width = self.indexer.num_heads * self.indexer.dim
-                w = panels.columns(
-                    self.wq_b, self.query_rows, self.query_rows + width
-                )
+                w = panels.columns(self.wq_b, self.query_rows, self.query_rows + width)
                 index_query = self.linear(low, w)[:, :width]
                 selected = self.indexer(
                     index_query, inputs["index_weight"], plan, index

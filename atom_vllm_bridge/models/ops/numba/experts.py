@@ -1,5 +1,7 @@
 """ops/torch/experts.py on panels: each expert that is hit is read once, by one thread."""
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -75,6 +77,12 @@ def _body(bits):
     return Body(body)
 
 
+@cache
+def _word(value: float) -> torch.Tensor:
+    """A float32 that has an address; words are integers."""
+    return torch.tensor([value])
+
+
 _bodies = {torch.bfloat16: _body(np.uint16), torch.float32: _body(np.uint32)}
 
 
@@ -94,10 +102,14 @@ def experts(
         return reference.experts(x, chosen, weights, w13, w2, limit)
     tokens, k = chosen.shape
     many, _, d, _ = w13.shape
-    x, chosen, weights = x.float().contiguous(), chosen.contiguous(), weights.contiguous()
-    order, start = np.empty(tokens * k, np.int64), np.empty(tokens * k + 1, np.int64)
-    hits = _by_expert(chosen.view(-1).numpy(), many, order, start)
-    limit_, out = np.float32([limit]), x.new_empty(tokens, k, d)
+    x, chosen, weights = (
+        x.float().contiguous(),
+        chosen.contiguous(),
+        weights.contiguous(),
+    )
+    order, start = chosen.new_empty(tokens * k), chosen.new_empty(tokens * k + 1)
+    hits = _by_expert(chosen.view(-1).numpy(), many, order.numpy(), start.numpy())
+    out = x.new_empty(tokens, k, d)
     _bodies[w13.dtype].run(
         hits,
         tokens,
@@ -108,11 +120,11 @@ def experts(
         x.data_ptr(),
         chosen.data_ptr(),
         weights.data_ptr(),
-        order.ctypes.data,
-        start.ctypes.data,
+        order.data_ptr(),
+        start.data_ptr(),
         w13.data_ptr(),
         w2.data_ptr(),
-        limit_.ctypes.data,
+        _word(limit).data_ptr(),
         out.data_ptr(),
     )
     return out.sum(1)

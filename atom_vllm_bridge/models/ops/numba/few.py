@@ -24,10 +24,9 @@ def few(*tensors: torch.Tensor) -> bool:
 
 def trained(*weights: torch.Tensor | None) -> bool:
     """Whether any needs a gradient, which compiled code cannot give."""
-    for weight in weights:
-        if weight is not None and weight.requires_grad:
-            return True
-    return False
+    return torch.is_grad_enabled() and any(
+        weight is not None and weight.requires_grad for weight in weights
+    )
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

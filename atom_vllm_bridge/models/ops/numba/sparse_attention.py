@@ -202,6 +202,10 @@ def sparse_attention(
 
 def _list(rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
     """All rows of a cache in float32 or bfloat16; None where they are stored otherwise."""
-    if not rows.is_cpu or rows.dtype not in _bodies or rows.shape[-1] != query.shape[-1]:
+    if (
+        not rows.is_cpu
+        or rows.dtype not in _bodies
+        or rows.shape[-1] != query.shape[-1]
+    ):
         return None
     return flat_rows(rows)

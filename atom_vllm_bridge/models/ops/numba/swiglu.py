@@ -24,5 +24,7 @@ def swiglu(hidden: torch.Tensor, limit: float) -> torch.Tensor:
         return reference.swiglu(hidden, limit)
     width = wide.shape[-1] // 2
     out = wide.new_empty((*wide.shape[:-1], width))
-    gate_rows(wide.numpy().reshape(-1, 2 * width), limit, out.numpy().reshape(-1, width))
+    gate_rows(
+        wide.numpy().reshape(-1, 2 * width), limit, out.numpy().reshape(-1, width)
+    )
     return out.to(hidden.dtype)

@@ -24,10 +24,11 @@ CHUNKS = 4
 
 def _fork() -> Any:
     """GOMP_parallel of the OpenMP runtime that torch runs on, which GNU's, Intel's and LLVM's all have; else None."""
-    libraries = [None, *Path(torch.__file__).parent.glob("lib/lib*omp*")]
-    for library in libraries:
+    shipped = Path(torch.__file__).parent.glob("lib/lib*omp*")
+    # One that was loaded before all others, as LD_PRELOAD does, is the one that torch calls too.
+    for library in (None, *map(str, shipped)):
         try:
-            fork = ctypes.CDLL(library and str(library)).GOMP_parallel
+            fork = ctypes.CDLL(library).GOMP_parallel
         except (OSError, AttributeError):
             # Not a library of this platform, or not an OpenMP runtime.
             continue

@@ -111,7 +111,10 @@ def _prefetch(b: ir.IRBuilder, address: ir.Value, offset: int) -> None:
         "llvm.prefetch.p0i8",
     )
     # Of data, to be read, into the first cache level.
-    b.call(prefetch, [_vector(b, address, ir.IntType(8), offset), flag(0), flag(3), flag(1)])
+    b.call(
+        prefetch,
+        [_vector(b, address, ir.IntType(8), offset), flag(0), flag(3), flag(1)],
+    )
 
 
 _one, _two, _four, _eight = map(_tile, (1, 2, 4, 8))

@@ -30,6 +30,4 @@ def write_inputs(
         reference.write_inputs(inputs, ape, phase, rows, ids)
         return
     wide = inputs.float().contiguous()
-    _write_inputs(
-        wide.numpy(), ape.numpy(), phase.numpy(), flat.numpy(), ids.numpy()
-    )
+    _write_inputs(wide.numpy(), ape.numpy(), phase.numpy(), flat.numpy(), ids.numpy())

@@ -23,7 +23,9 @@ def _round(bits, row):
         if (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
             row[c] = 0x7FC0
         else:
-            row[c] = (b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            row[c] = (
+                b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))
+            ) >> np.uint32(16)
 
 
 @compiled(fastmath={"contract", "reassoc", "nsz"})
