@@ -107,7 +107,7 @@ class Attention(Packable):
         rotation = plan.rotation(self.layer_type)
         self.write_kv(inputs["kv"], rotation, state.window)
         low = self.rms_norm(inputs["q_low"], self.q_norm, self.norm_eps)
-        query, compressed = self.query(low, rotation), None
+        compressed = None
         if self.compressor is not None:
             state_, entries = _need(state.compressor), _need(state.compressed)
             self.compressor(inputs["compressor"], plan, state_, entries)
@@ -124,7 +124,11 @@ class Attention(Packable):
                 selected = self.indexer(
                     index_query, inputs["index_weight"], plan, index
                 )
-        o = self.attend(query, plan, state.window, compressed, selected)
+        # Queries are what a prefill needs most memory for: they come last, and nothing here holds them or their inputs on.
+        del inputs
+        o = self.attend(
+            self.query(low, rotation), plan, state.window, compressed, selected
+        )
         return self.output(o, rotation, x.dtype)
 
     def project(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
