@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from atom_vllm_bridge.checkpoint import agreeing
 from atom_vllm_bridge.checkpoint.presets import build_config
 from atom_vllm_bridge.checkpoint.tokenizer import write_tokenizer
 from atom_vllm_bridge.checkpoint.weights import GAINS, draw
@@ -23,6 +24,7 @@ from atom_vllm_bridge.models.deepseek_v4.checkpoint import (
     LAYOUTS,
     Layout,
     TensorSpec,
+    draft_kind,
     tensor_table,
 )
 from atom_vllm_bridge.models.quantization import block_fp8, mxfp4
@@ -52,10 +54,12 @@ def make(
 
     Args:
         out: directory to write; config.json comes last, so its presence means complete.
-        preset: "tiny" or "flash-shaped".
+        preset: "tiny", "agreeing" (tiny, with a draft that is often accepted) or
+            "flash-shaped".
         layout: "bf16", "mxfp4" (Flash, Pro) or "fp8" (Flash-Base).
         layers: depth of the target; the preset's by default.
-        seed: same seed, same values, in every layout and on every machine.
+        seed: same seed, same values, in every layout and on every machine (but for the
+            last bits of the Markov head of "agreeing").
         draft: "dspark", "mtp" or "none".
         overrides: config keys, such as {"head_dim": 64, "index_topk": 16}.
         like: with layout "bf16", the quantised layout whose values it holds ("mxfp4").
@@ -80,7 +84,9 @@ def make(
     config = build_config(
         preset, layout=layout, layers=layers, draft=draft, overrides=overrides
     )
-    writer = _Writer(config, target, reference, {**GAINS, **(gains or {})}, seed)
+    gains = {**GAINS, **(gains or {})}
+    agrees = preset == "agreeing"
+    writer = _Writer(config, target, reference, gains, seed, agrees)
 
     out = Path(out)
     _prepare(out, overwrite)
@@ -112,6 +118,7 @@ class _Writer:
         reference: Layout,
         gains: Mapping[str, float],
         seed: int,
+        agrees: bool,
     ):
         self.config = config
         self.gains = gains
@@ -119,6 +126,8 @@ class _Writer:
         self.logical = tensor_table(config, "bf16")
         self.target = tensor_table(config, target)
         self.reference = tensor_table(config, reference)
+        self.agrees = agrees
+        self.markov_w2: torch.Tensor | None = None
 
     def write(self, out: Path, shard_bytes: int, progress: bool) -> None:
         shards = list(self.plan(shard_bytes))
@@ -130,6 +139,8 @@ class _Writer:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
+            if self.agrees and draft_kind(self.config) == "dspark":
+                self.markov_w2 = agreeing.learn_markov_w2(self.config, self.read)
             with bar, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 for number, names in enumerate(shards, 1):
                     shard = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -163,20 +174,32 @@ class _Writer:
 
     def store(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors on disk that hold one logical tensor."""
-        values = draw(
-            name, self.logical[name].shape, self.config, self.gains, self.seed
-        )
-        spec, scale = self.target[name], _scale_name(name)
-        if _scale_name(name) not in self.reference:
-            return {name: values.to(_TORCH[spec.dtype])}
-        weight, weight_scale = _quantize(values, self.reference, name)
-        if scale in self.target:
-            return {name: weight, scale: weight_scale}
-        dequantize = (
-            mxfp4.dequantize if weight.dtype == torch.int8 else block_fp8.dequantize
-        )
-        values = dequantize(weight, weight_scale)
-        return {name: values.to(_TORCH[spec.dtype]).contiguous()}
+        scale = _scale_name(name)
+        if scale not in self.target:
+            return {name: self.read(name)}
+        weight, weight_scale = _quantize(self.values(name), self.reference, name)
+        return {name: weight, scale: weight_scale}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One logical tensor as the target holds it where it does not quantise it."""
+        values = self.values(name)
+        if _scale_name(name) in self.reference:
+            weight, scale = _quantize(values, self.reference, name)
+            packed = weight.dtype == torch.int8
+            values = (mxfp4 if packed else block_fp8).dequantize(weight, scale)
+        return values.to(_TORCH[self.logical[name].dtype]).contiguous()
+
+    def values(self, name: str) -> torch.Tensor:
+        """The unquantised values of one logical tensor."""
+        if not self.agrees:
+            return self.draw(name)
+        if self.markov_w2 is not None and name.endswith("markov_w2.weight"):
+            return self.markov_w2
+        return agreeing.shape(name, self.draw, self.config)
+
+    def draw(self, name: str) -> torch.Tensor:
+        shape = self.logical[name].shape
+        return draw(name, shape, self.config, self.gains, self.seed)
 
 
 _TORCH = {

@@ -83,7 +83,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-_UNCOMPRESSED = {"tiny": 1, "flash-shaped": 2}
+# The same dimensions; agreeing.py gives the weights another shape.
+PRESETS["agreeing"] = PRESETS["tiny"]
+
+_UNCOMPRESSED = {"tiny": 1, "agreeing": 1, "flash-shaped": 2}
 _DSPARK_KEYS = {
     "dspark_block_size",
     "dspark_markov_rank",

@@ -20,8 +20,11 @@ def checkpoint() -> None:
 def make(
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     preset: Annotated[
-        Literal["tiny", "flash-shaped"],
-        typer.Option(help="Dimensions: small, or DeepSeek-V4-Flash's own."),
+        Literal["tiny", "agreeing", "flash-shaped"],
+        typer.Option(
+            help="Small; small, with a draft that is often accepted; or of "
+            "DeepSeek-V4-Flash's own dimensions."
+        ),
     ] = "tiny",
     layout: Annotated[
         Literal["bf16", "mxfp4", "fp8"],

@@ -86,6 +86,7 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
         ("--tensor-parallel-size", parallel.tensor_parallel_size),
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
     ):
         if size > 1:
             raise Refused(
@@ -103,6 +104,7 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
     _refuse_a_draft_of_another_kind(vllm_config)
     for name, given in (
         ("--kv-transfer-config", vllm_config.kv_transfer_config is not None),
+        ("--cpu-offload-gb", vllm_config.offload_config.uva.cpu_offload_gb > 0),
         ("--enable-lora", vllm_config.lora_config is not None),
         ("--enable-prompt-embeds", model.enable_prompt_embeds),
         ("--runner pooling", model.runner_type == "pooling"),
@@ -146,6 +148,46 @@ def _refuse_a_draft_of_another_kind(vllm_config: "VllmConfig") -> None:
         raise Refused(
             f"num_nextn_predict_layers = {hf.num_nextn_predict_layers} in config.json: one MTP layer is supported."
         )
+
+
+def _refuse_adaptive_verification_without_graphs(vllm_config: "VllmConfig") -> None:
+    """vLLM's own refusal comes in a report of many lines."""
+    speculative = vllm_config.speculative_config
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if (
+        speculative is not None
+        and speculative.enable_adaptive_verification
+        and not graphs.has_full_cudagraphs()
+    ):
+        raise Refused(
+            "enable_adaptive_verification needs full graphs of decode steps, and here there are none (a CPU has none; "
+            "elsewhere --enforce-eager or the cudagraph_mode turns them off). Drop it from --speculative-config."
+        )
+
+
+def _look_at_configurations_first() -> None:
+    """Note what is asked before vLLM decides anything.
+
+    For DeepSeek-V4 vLLM puts CompilationMode.NONE in place of any mode, where breakable graphs are its default, and only
+    then calls the platform. It asks its table of model configurations before that.
+    """
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    stock = MODELS_CONFIG_MAP[ARCHITECTURE]
+    if getattr(stock, "notes_what_was_asked", False):
+        return
+
+    class Noting(stock):  # type: ignore[valid-type, misc]
+        notes_what_was_asked = True
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+            from atom_vllm_bridge import startup
+
+            startup.note_what_was_asked(vllm_config)
+            stock.verify_and_update_config(vllm_config)
+
+    MODELS_CONFIG_MAP[ARCHITECTURE] = Noting
 
 
 def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
@@ -199,13 +241,16 @@ class AtomPlatform:
         super().pre_register_and_update(parser)  # type: ignore[misc]
         if parser is not None:
             prepare_command_line(parser)
+        else:
+            # A configuration is about to be made.
+            _look_at_configurations_first()
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        # vLLM's first call, before it or the platform has decided anything.
         if serves(vllm_config):
             from atom_vllm_bridge import startup
 
+            # Nothing new, unless the look at the start was missed: a configuration made without EngineArgs.
             startup.note_what_was_asked(vllm_config)
         super().apply_config_platform_defaults(vllm_config)  # type: ignore[misc]
 
@@ -247,6 +292,7 @@ class AtomPlatform:
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = cls.graph_mode(compilation.cudagraph_mode)
+        _refuse_adaptive_verification_without_graphs(vllm_config)
 
     @classmethod
     def graph_mode(cls, asked: "CUDAGraphMode") -> "CUDAGraphMode":

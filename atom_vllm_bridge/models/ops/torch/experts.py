@@ -40,11 +40,24 @@ def experts(
         w2 = panels.join(w2)[..., : x.shape[1]].to(x.dtype)
     expert, order = chosen.flatten().sort(stable=True)
     rows = x.index_select(0, order // k)
-    product = _bags if len(expert) <= w13.shape[0] else _groups
+    few = len(expert) <= w13.shape[0]
+    product = _bags if few or _may_not_wait(x) else _groups
     hidden = swiglu(product(rows, expert, w13), limit)
     sorted_y = product(hidden, expert, w2)
     y = torch.empty_like(sorted_y).index_copy_(0, order, sorted_y)
     return torch.bmm(weights.unsqueeze(1), y.view(tokens, k, -1).float()).squeeze(1)
+
+
+def _may_not_wait(x: torch.Tensor) -> bool:
+    """Whether a graph is being captured, which cannot wait for the host, where `grouped_mm` reads the groups' ends on it.
+
+    It does except for bfloat16 on NVIDIA's Hopper and data-centre Blackwell.
+    """
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    major, _ = torch.cuda.get_device_capability(x.device)
+    on_device = torch.version.hip is None and major in (9, 10)
+    return not (on_device and x.dtype == torch.bfloat16)
 
 
 def _bags(
