@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from atom_vllm_bridge.models.deepseek_v4 import loading
+from atom_vllm_bridge.models.deepseek_v4.packing import pack
 from atom_vllm_bridge.models.deepseek_v4.shards import INDEX
 
 # vLLM's own name for this format lists no float32 and serves DeepSeek-V4.1 too, which stays vLLM's.
@@ -124,4 +125,5 @@ def _load(
             name: found.shard for name, found in loading.check_shards(directory).items()
         }
     loading.load(model.model.weight_slots(), tensors, ignore=ignore, where=where.get)
+    pack(model.model)
     return {name for name, _ in model.named_parameters()}

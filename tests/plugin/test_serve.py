@@ -53,8 +53,11 @@ def test_a_server_is_ready_within_a_minute(server):
     assert server.ready_after < 60
 
 
-def test_a_worker_with_a_gibibyte_of_cache_answers_eight_requests_within_two(server):
+def test_a_worker_with_a_gibibyte_of_cache_answers_within_two(server):
+    """Eight short prompts, and one of 2,000 tokens, in two steps of 1,024."""
     assert len(server.complete([PROMPT] * 8, 16).choices) == 8
+    long = [3 + 7 * i % 900 for i in range(2000)]
+    assert server.complete(long, 16).usage.prompt_tokens == 2000
     peaks = {
         child.name(): peak_memory(child.pid)
         for child in psutil.Process(server.process.pid).children(recursive=True)

@@ -11,8 +11,10 @@ from torch import nn
 from atom_vllm_bridge.models.deepseek_v4.compressor import Compressor
 from atom_vllm_bridge.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.indexer import Indexer
+from atom_vllm_bridge.models.deepseek_v4.packing import Packable
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan
 from atom_vllm_bridge.models.deepseek_v4.state import Cache, LayerState
+from atom_vllm_bridge.models.ops import panels
 from atom_vllm_bridge.models.ops.registry import resolve
 from atom_vllm_bridge.models.quantization.kv_codecs import KVCodec
 
@@ -20,7 +22,7 @@ from atom_vllm_bridge.models.quantization.kv_codecs import KVCodec
 DENSE_ENTRIES = 6
 
 
-class Attention(nn.Module):
+class Attention(Packable):
     """One layer's attention.
 
     Args:
@@ -29,6 +31,9 @@ class Attention(nn.Module):
         codec: storage of cache rows.
         dtype: of weights and activations.
     """
+
+    by_input = ("w_in", "wq_b", "wo_b")
+    by_output = ("wo_a",)
 
     def __init__(
         self,
@@ -45,7 +50,7 @@ class Attention(nn.Module):
         self.norm_eps = config.rms_norm_eps
         self.num_heads, self.dim = config.num_attention_heads, config.head_dim
         self.groups, self.q_rank = config.o_groups, config.q_lora_rank
-        self.scale = self.dim**-0.5
+        self.scale, self.hidden = self.dim**-0.5, config.hidden_size
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         self.columns = {"q_low": self.q_rank, "kv": self.dim}
@@ -88,56 +93,77 @@ class Attention(nn.Module):
         self.wo_b = nn.Parameter(
             torch.empty(self.groups * config.o_lora_rank, config.hidden_size, **kind)
         )
+        self.linear = resolve("linear", device)
         self.rms_norm = resolve("rms_norm", device)
-        self.rope = resolve("rope", device)
+        self.query_heads = resolve("query_heads", device)
         self.inverse_rope = resolve("inverse_rope", device)
-        self.write_rows = resolve("write_rows", device)
+        self.write_keys = resolve("write_keys", device)
         self.sparse_attention = resolve("sparse_attention", device)
         self.grouped_output_projection = resolve("grouped_output_projection", device)
 
     def forward(self, x: torch.Tensor, plan: Plan, state: LayerState) -> torch.Tensor:
         """[T, d] → [T, d]; writes this step's rows, then attends to the caches."""
-        projected = (x @ self.w_in).split(list(self.columns.values()), -1)
-        inputs = dict(zip(self.columns, projected, strict=True))
+        inputs = self.project(x)
         rotation = plan.rotation(self.layer_type)
         self.write_kv(inputs["kv"], rotation, state.window)
         low = self.rms_norm(inputs["q_low"], self.q_norm, self.norm_eps)
-        query, compressed = self.query(low), None
+        compressed = None
         if self.compressor is not None:
             state_, entries = _need(state.compressor), _need(state.compressed)
-            self.compressor(inputs["compressor"].float(), plan, state_, entries)
+            self.compressor(inputs["compressor"], plan, state_, entries)
             compressed = entries
         selected = None
         if self.indexer is not None:
             state_, index = _need(state.index_compressor), _need(state.index)
-            self.indexer.compressor(
-                inputs["index_compressor"].float(), plan, state_, index
-            )
+            self.indexer.compressor(inputs["index_compressor"], plan, state_, index)
             # With no more entries than it would select, it has nothing to choose.
             if plan.entries(self.indexer.ratio) > self.indexer.topk:
-                index_query = low @ self.wq_b[:, self.query_rows :]
+                width = self.indexer.num_heads * self.indexer.dim
+                w = panels.columns(self.wq_b, self.query_rows, self.query_rows + width)
+                index_query = self.linear(low, w)[:, :width]
                 selected = self.indexer(
                     index_query, inputs["index_weight"], plan, index
                 )
-        query = self.rope(query, rotation)
-        o = self.attend(query, plan, state.window, compressed, selected)
+        # Queries are what a prefill needs most memory for: they come last, and nothing here holds them or their inputs on.
+        del inputs
+        o = self.attend(
+            self.query(low, rotation), plan, state.window, compressed, selected
+        )
         return self.output(o, rotation, x.dtype)
 
-    def query(self, low: torch.Tensor) -> torch.Tensor:
-        """[T, rank] normed → [T, H, D] float32, each head normed, not yet rotated."""
-        query = (low @ self.wq_b[:, : self.query_rows]).float()
-        query = query.unflatten(-1, (self.num_heads, self.dim))
-        return self.rms_norm(query, None, self.norm_eps)
+    def project(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """[T, d] → everything that reads x, by the names of `columns`."""
+        projected = self.linear(x, self.w_in)
+        parts, first = {}, 0
+        for name, width in self.columns.items():
+            parts[name] = projected[:, first : first + width]
+            first += width
+        return parts
+
+    def query(
+        self, low: torch.Tensor, rotation: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, rank] normed → [T, H, D] float32, each head normed, and rotated if a rotation is given."""
+        w = panels.columns(self.wq_b, 0, self.query_rows)
+        query = self.linear(low, w)[:, : self.query_rows]
+        return self.query_heads(query, self.num_heads, self.norm_eps, rotation)
 
     def project_kv(self, x: torch.Tensor) -> torch.Tensor:
         """[T, d] → the raw keys [T, D] alone, before their norm; what a draft stores of its context."""
-        return x @ self.w_in[:, self.q_rank : self.q_rank + self.dim]
+        w = panels.columns(self.w_in, self.q_rank, self.q_rank + self.dim)
+        return self.linear(x, w)[:, : self.dim]
 
     def write_kv(self, kv: torch.Tensor, rotation: torch.Tensor, window: Cache) -> None:
         """Norm, rotate and store the raw keys [T, D] of tokens."""
-        kv = self.rms_norm(kv.float(), self.kv_norm, self.norm_eps)
-        row = self.codec.kv.encode(self.rope(kv, rotation))
-        self.write_rows(window.rows, window.slot_ids(), row)
+        self.write_keys(
+            kv,
+            self.kv_norm,
+            self.norm_eps,
+            rotation,
+            window.rows,
+            window.slot_ids(),
+            self.codec.kv.encode,
+        )
 
     def attend(
         self,
@@ -177,10 +203,12 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Rotate back and project: [T, H, D] float32 → [T, d] in `dtype`."""
         o = self.inverse_rope(o, rotation).to(dtype)
-        return self.grouped_output_projection(o, self.wo_a, self.wo_b)
+        y = self.grouped_output_projection(o, self.wo_a, self.wo_b)
+        return y[:, : self.hidden]
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Where each published tensor of the layer goes: views into the fused matrices."""
+        self.unpack()
         w_in = dict(
             zip(
                 self.columns,

@@ -44,9 +44,8 @@ class Compressor(nn.Module):
         self.ape = nn.Parameter(torch.empty(ratio, self.parts * dim, **fp32))
         self.norm = nn.Parameter(torch.empty(dim, **fp32))
         self.compressor_pool = resolve("compressor_pool", device)
-        self.rms_norm = resolve("rms_norm", device)
-        self.rope = resolve("rope", device)
-        self.write_rows = resolve("write_rows", device)
+        self.write_inputs = resolve("write_inputs", device)
+        self.write_keys = resolve("write_keys", device)
 
     @property
     def projected(self) -> int:
@@ -59,22 +58,27 @@ class Compressor(nn.Module):
         """Store the tokens' inputs, then the entries that they complete.
 
         Args:
-            inputs: [T, projected] float32, kv beside score; the position bias is added in place.
+            inputs: [T, projected], kv beside score; may be changed.
             plan: the step.
             state: the rolling rows.
             compressed: the entries.
         """
-        score = inputs[:, self.parts * self.dim :]
-        score.add_(self.ape.index_select(0, plan.phase(self.ratio)))
-        self.write_rows(state.rows, state.slot_ids(), inputs)
+        phase = plan.phase(self.ratio)
+        self.write_inputs(inputs, self.ape, phase, state.rows, state.slot_ids())
         cut = state.rows.unflatten(-1, (2 * self.parts, self.dim)).flatten(1, 2)
         pool = plan.pool(Cache(cut, state.table), compressed, self.overlap)
-        if pool.empty:
+        if pool is None:
             return
         entry = self.compressor_pool(cut, pool.ids, pool.unseen)
-        entry = self.rms_norm(entry, self.norm, self.norm_eps)
-        entry = self.codec.encode(self.rope(entry, pool.rotation))
-        self.write_rows(compressed.rows, pool.write, entry)
+        self.write_keys(
+            entry,
+            self.norm,
+            self.norm_eps,
+            pool.rotation,
+            compressed.rows,
+            pool.write,
+            self.codec.encode,
+        )
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         return {"ape": self.ape.data, "norm.weight": self.norm.data}

@@ -25,9 +25,9 @@ class HyperConnection(nn.Module):
         self.hc_post = resolve("hc_post", device)
 
     def read(
-        self, streams: torch.Tensor
+        self, streams: torch.Tensor, weight: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, n, d] → the block's input [T, d], and the weights that `write` needs."""
+        """[T, n, d] → the block's input [T, d], normed with `weight` if there is one, and the weights that `write` needs."""
         return self.hc_pre(
             streams,
             self.fn,
@@ -36,6 +36,7 @@ class HyperConnection(nn.Module):
             self.iterations,
             self.eps,
             self.norm_eps,
+            weight,
         )
 
     def write(

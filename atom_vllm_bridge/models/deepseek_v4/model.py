@@ -20,6 +20,7 @@ from atom_vllm_bridge.models.deepseek_v4.hyper_connections import (
     HyperHead,
 )
 from atom_vllm_bridge.models.deepseek_v4.moe import MixtureOfExperts
+from atom_vllm_bridge.models.deepseek_v4.packing import Packable
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan
 from atom_vllm_bridge.models.deepseek_v4.rope import frequencies
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, LayerState
@@ -49,14 +50,12 @@ class Block(nn.Module):
         super().__init__()
         fp32 = {"dtype": torch.float32, "device": device}
         ratio = RATIO_OF_LAYER_TYPE[layer_type]
-        self.norm_eps = config.rms_norm_eps
         self.hc_attn = HyperConnection(config, device)
         self.attn_norm = nn.Parameter(torch.empty(config.hidden_size, **fp32))
         self.attn = Attention(config, layer_type, ratio, codec, dtype, device)
         self.hc_ffn = HyperConnection(config, device)
         self.ffn_norm = nn.Parameter(torch.empty(config.hidden_size, **fp32))
         self.ffn = MixtureOfExperts(config, mlp_type, dtype, device)
-        self.rms_norm = resolve("rms_norm", device)
 
     def forward(
         self,
@@ -66,12 +65,10 @@ class Block(nn.Module):
         state: LayerState,
     ) -> torch.Tensor:
         """[T, n, d] → [T, n, d]."""
-        x, post, comb = self.hc_attn.read(streams)
-        x = self.rms_norm(x, self.attn_norm, self.norm_eps)
+        x, post, comb = self.hc_attn.read(streams, self.attn_norm)
         x = self.attn(x, plan, state)
         streams = self.hc_attn.write(x, streams, post, comb)
-        x, post, comb = self.hc_ffn.read(streams)
-        x = self.rms_norm(x, self.ffn_norm, self.norm_eps)
+        x, post, comb = self.hc_ffn.read(streams, self.ffn_norm)
         x = self.ffn(x, input_ids)
         return self.hc_ffn.write(x, streams, post, comb)
 
@@ -89,7 +86,7 @@ class Block(nn.Module):
         return slots
 
 
-class DeepseekV4Model(nn.Module):
+class DeepseekV4Model(Packable):
     """The target model. Weights are uninitialised until something is copied into `weight_slots()`.
 
     Args:
@@ -99,6 +96,8 @@ class DeepseekV4Model(nn.Module):
         device: where.
         kv_codec: storage of cache rows; by default the values in `dtype`.
     """
+
+    by_input = ("head",)
 
     def __init__(
         self,
@@ -133,6 +132,7 @@ class DeepseekV4Model(nn.Module):
                 torch.empty(config.hidden_size, config.vocab_size, **kind)
             )
         )
+        self.linear = resolve("linear", device)
         self.rms_norm = resolve("rms_norm", device)
         for name, compressed in (("theta", False), ("compress_theta", True)):
             theta = frequencies(config, compressed=compressed).to(device)
@@ -187,13 +187,14 @@ class DeepseekV4Model(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, d] → [T, V] float32."""
         head = self.embed.mT if self.head is None else self.head
-        return (hidden @ head).float()
+        return self.linear(hidden, head)[:, : self.config.vocab_size].float()
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Every tensor that the checkpoint publishes for the target → the memory it is copied to.
 
         Slots are views into fused or stacked parameters, with the shape of the unquantised tensor.
         """
+        self.unpack()
         slots = {"embed.weight": self.embed.data, "norm.weight": self.norm.data}
         if self.head is not None:
             slots["head.weight"] = self.head.data.mT

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from atom_vllm_bridge.models.deepseek_v4.config import HASH_MOE, DeepseekV4Config
+from atom_vllm_bridge.models.deepseek_v4.packing import Packable
 from atom_vllm_bridge.models.ops.registry import resolve
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(Packable):
     """One layer's feed-forward.
 
     Args:
@@ -19,6 +20,8 @@ class MixtureOfExperts(nn.Module):
         mlp_type: `hash_moe` or `moe`.
         dtype: of the experts.
     """
+
+    by_input = ("w13", "w2", "shared_w13", "shared_w2")
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_w2 = nn.Parameter(torch.empty(shared, d, **kind))
         self.router = resolve("router", device)
         self.experts = resolve("experts", device)
-        self.swiglu = resolve("swiglu", device)
+        self.feed_forward = resolve("feed_forward", device)
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
         """[T, d], and [T] token ids, none negative → [T, d]."""
@@ -65,11 +68,12 @@ class MixtureOfExperts(nn.Module):
             x, self.gate, self.route_scale, self.k, self.bias, chosen
         )
         y = self.experts(x, chosen, weights, self.w13, self.w2, self.limit)
-        hidden = self.swiglu(x @ self.shared_w13, self.limit)
-        return y.add_(hidden @ self.shared_w2).to(x.dtype)
+        shared = self.feed_forward(x, self.shared_w13, self.shared_w2, self.limit)
+        return y.add_(shared).to(x.dtype)
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Where each published tensor goes: views into the stacked experts."""
+        self.unpack()
         slots = {"gate.weight": self.gate.data}
         if self.tid2eid is not None:
             slots["gate.tid2eid"] = self.tid2eid

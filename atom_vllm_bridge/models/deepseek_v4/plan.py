@@ -70,14 +70,12 @@ class Pool:
         unseen: [M, K] bool, sources before the start of the sequence.
         write: [M] int64, ids of the compressed rows to write, −1: none.
         rotation: [M, P] complex64, at the first position of each entry's group.
-        empty: known to write nothing. Only on a CPU, where asking stalls nothing, is this looked up; else it is False.
     """
 
     ids: torch.Tensor
     unseen: torch.Tensor
     write: torch.Tensor
     rotation: torch.Tensor
-    empty: bool
 
 
 class Plan:
@@ -260,8 +258,8 @@ class Plan:
             table.derive("no entry 1", lambda: (tiles.last + 1 < ratio).view(-1, 1, 1)),
         )
 
-    def pool(self, parts: Cache, compressed: Cache, overlap: bool) -> Pool:
-        """What the compressor pools in this step, and where entries go.
+    def pool(self, parts: Cache, compressed: Cache, overlap: bool) -> Pool | None:
+        """What the compressor pools in this step, and where entries go; None: nothing, which only a CPU looks up, where that stalls nothing.
 
         Args:
             parts: the compressor's cache, its rows cut into parts (see `compressor_pool`).
@@ -276,11 +274,13 @@ class Plan:
         )
         return pool
 
-    def _pool(self, parts: Cache, compressed: Cache, overlap: bool) -> Pool:
+    def _pool(self, parts: Cache, compressed: Cache, overlap: bool) -> Pool | None:
         device, ratio = self.positions.device, compressed.table.tokens_per_row
         width = 2 * ratio if overlap else ratio
         slots = compressed.slot_ids()
         completes = (self.phase(ratio) == ratio - 1) & (slots >= 0)
+        if device.type == "cpu" and not completes.any():
+            return None
         token = torch.arange(self.tokens, device=device)
         # A request of q tokens completes at most q // ratio + 1 entries.
         count = min(self.tokens, self.tokens // ratio + self.requests)
@@ -305,5 +305,4 @@ class Plan:
             unseen,
             torch.where(completes, slots[token], -1),
             rotations(position // ratio * ratio, self._compress_theta),
-            device.type == "cpu" and not completes.any(),
         )

@@ -9,25 +9,26 @@ import torch
 
 def pitch(rows: torch.Tensor) -> int:
     """Rows from one block to the next, for ids of `rows` [B, N, C]; N where the stride is not a whole number of rows."""
-    blocks, count, width = rows.shape
-    stride = rows.stride(0)
-    return stride // width if _is_list(rows) and blocks > 1 else count
+    return _list_pitch(rows) or rows.shape[1]
 
 
 def flat_rows(rows: torch.Tensor) -> torch.Tensor | None:
     """`rows` [B, N, C] as a list [(B − 1) · pitch + N, C] over the same memory, or None where the stride forbids it."""
-    if not _is_list(rows):
+    step = _list_pitch(rows)
+    if step is None:
         return None
     blocks, count, width = rows.shape
     return rows.as_strided(
-        ((blocks - 1) * pitch(rows) + count, width), (width, 1), rows.storage_offset()
+        ((blocks - 1) * step + count, width), (width, 1), rows.storage_offset()
     )
 
 
-def _is_list(rows: torch.Tensor) -> bool:
-    width = rows.shape[2]
-    return (
-        rows.stride(2) == 1
-        and (rows.stride(1) == width or rows.shape[1] == 1)
-        and (rows.stride(0) % width == 0 or rows.shape[0] == 1)
-    )
+def _list_pitch(rows: torch.Tensor) -> int | None:
+    """`pitch`, or None where blocks do not lie in one list of rows."""
+    blocks, count, width = rows.shape
+    to_block, to_row, to_value = rows.stride()
+    if to_value != 1 or (to_row != width and count != 1):
+        return None
+    if blocks == 1:
+        return count
+    return None if to_block % width else to_block // width

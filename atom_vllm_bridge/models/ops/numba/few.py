@@ -6,25 +6,27 @@ from typing import Any
 import numba
 import torch
 
+# numpy has no bfloat16.
+BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}
 # Elements of the largest tensor; beyond, torch's threads win.
 MOST = 32768
 
 
 def few(*tensors: torch.Tensor) -> bool:
     """Whether all are small, float32, contiguous, on a CPU, and free of gradients."""
-    return all(
-        t.dtype == torch.float32
-        and t.numel() <= MOST
-        and t.is_contiguous()
-        and t.device.type == "cpu"
-        and not t.requires_grad
-        for t in tensors
-    )
+    for t in tensors:
+        if t.dtype != torch.float32 or t.numel() > MOST or not t.is_contiguous():
+            return False
+        if not t.is_cpu or t.requires_grad:
+            return False
+    return True
 
 
 def trained(*weights: torch.Tensor | None) -> bool:
     """Whether any needs a gradient, which compiled code cannot give."""
-    return any(weight is not None and weight.requires_grad for weight in weights)
+    return torch.is_grad_enabled() and any(
+        weight is not None and weight.requires_grad for weight in weights
+    )
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

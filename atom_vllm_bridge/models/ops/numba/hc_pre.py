@@ -4,11 +4,12 @@ import numpy as np
 import torch
 
 from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few, trained
+from atom_vllm_bridge.models.ops.numba.rms_norm import NO_WEIGHT, norm_rows
 from atom_vllm_bridge.models.ops.torch import hc_pre as reference
 
 
 @compiled(fastmath={"contract", "reassoc", "arcp", "nsz"})
-def _hc_pre(z, fn, base, scale, iterations, eps, norm_eps, y, post, comb):
+def _hc_pre(z, fn, base, scale, iterations, eps, norm_eps, weight, y, post, comb):
     tokens, n, d = z.shape
     one, two, eps = np.float32(1), np.float32(2), np.float32(eps)
     mix = np.empty(fn.shape[0], np.float32)
@@ -30,6 +31,8 @@ def _hc_pre(z, fn, base, scale, iterations, eps, norm_eps, y, post, comb):
                 y[t, c] += pre * z[t, i, c]
             gate = mix[n + i] * scale[1] + base[n + i]
             post[t, i] = two / (one + np.exp(-gate))
+        if weight.size:
+            norm_rows(y[t : t + 1], weight, norm_eps, y[t : t + 1])
         c_ = comb[t]
         for i in range(n):
             most = np.float32(-np.inf)
@@ -67,10 +70,13 @@ def hc_pre(
     iterations: int,
     eps: float,
     norm_eps: float,
+    weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    refused = streams.numel() > MOST or trained(fn, base, scale)
+    refused = streams.numel() > MOST or trained(fn, base, scale, weight)
     if refused or not few(z := streams.float()):
-        return reference.hc_pre(streams, fn, base, scale, iterations, eps, norm_eps)
+        return reference.hc_pre(
+            streams, fn, base, scale, iterations, eps, norm_eps, weight
+        )
     tokens, n, d = z.shape
     y, post, comb = (
         z.new_empty(tokens, d),
@@ -85,6 +91,7 @@ def hc_pre(
         iterations,
         eps,
         norm_eps,
+        NO_WEIGHT if weight is None else weight.numpy(),
         y.numpy(),
         post.numpy(),
         comb.numpy(),

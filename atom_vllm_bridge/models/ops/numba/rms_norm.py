@@ -8,7 +8,7 @@ from atom_vllm_bridge.models.ops.torch import rms_norm as reference
 
 
 @compiled(fastmath={"contract", "reassoc", "nsz"})
-def _rms_norm(x, weight, eps, out):
+def norm_rows(x, weight, eps, out):
     rows, d = x.shape
     for r in range(rows):
         square = np.float32(0)
@@ -23,17 +23,17 @@ def _rms_norm(x, weight, eps, out):
                 out[r, c] = x[r, c] * inverse
 
 
-_NO_WEIGHT = np.empty(0, np.float32)
+NO_WEIGHT = np.empty(0, np.float32)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    if x.numel() > MOST or trained(weight) or not few(wide := x.float()):
+    if x.numel() > MOST or trained(weight) or not few(wide := x.float().contiguous()):
         return reference.rms_norm(x, weight, eps)
     d = wide.shape[-1]
     out = torch.empty_like(wide)
-    _rms_norm(
+    norm_rows(
         wide.numpy().reshape(-1, d),
-        _NO_WEIGHT if weight is None else weight.numpy(),
+        NO_WEIGHT if weight is None else weight.numpy(),
         eps,
         out.numpy().reshape(-1, d),
     )

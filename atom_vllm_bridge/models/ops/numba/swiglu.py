@@ -8,8 +8,9 @@ from atom_vllm_bridge.models.ops.torch import swiglu as reference
 
 
 @compiled(fastmath={"contract", "reassoc", "nsz"})
-def _swiglu(hidden, limit, out):
-    rows, width = out.shape
+def gate_rows(hidden, limit, out):
+    """out [R, I] from hidden [R, 2 · I]; rows of `out` beyond R are left alone."""
+    rows, width = hidden.shape[0], out.shape[1]
     one, limit = np.float32(1), np.float32(limit)
     for r in range(rows):
         for c in range(width):
@@ -23,5 +24,7 @@ def swiglu(hidden: torch.Tensor, limit: float) -> torch.Tensor:
         return reference.swiglu(hidden, limit)
     width = wide.shape[-1] // 2
     out = wide.new_empty((*wide.shape[:-1], width))
-    _swiglu(wide.numpy().reshape(-1, 2 * width), limit, out.numpy().reshape(-1, width))
+    gate_rows(
+        wide.numpy().reshape(-1, 2 * width), limit, out.numpy().reshape(-1, width)
+    )
     return out.to(hidden.dtype)

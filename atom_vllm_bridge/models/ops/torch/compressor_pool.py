@@ -11,7 +11,7 @@ import torch
 from atom_vllm_bridge.models.ops.torch.gather_rows import gather_rows
 
 # Entries are pooled in batches, so that a long prefill needs no more than this at once.
-TEMPORARY_BYTES = 16 << 20
+TEMPORARY_BYTES = 4 << 20
 
 
 def compressor_pool(

@@ -8,6 +8,7 @@ for chosen matrices where they lie; that is what weights stored input by input a
 import torch
 import torch.nn.functional as F
 
+from atom_vllm_bridge.models.ops import panels
 from atom_vllm_bridge.models.ops.torch.swiglu import swiglu
 
 
@@ -25,14 +26,18 @@ def experts(
         x: [T, d].
         chosen: [T, k] int64.
         weights: [T, k] float32.
-        w13: [E, d, 2 · I], for each input the gate's weights beside up's.
-        w2: [E, I, d].
+        w13: [E, d, 2 · I], for each input the gate's weights beside up's; or the panels of that (ops/panels.py).
+        w2: [E, I, d], or the panels of that. Dtypes narrower than x's are widened.
         limit: of the clamp in `swiglu`.
 
     Returns:
         [T, d] float32.
     """
     tokens, k = chosen.shape
+    if w13.dim() == 4:
+        inner = w2.shape[2]
+        w13 = panels.join(w13)[..., : 2 * inner].to(x.dtype)
+        w2 = panels.join(w2)[..., : x.shape[1]].to(x.dtype)
     expert, order = chosen.flatten().sort(stable=True)
     rows = x.index_select(0, order // k)
     few = len(expert) <= w13.shape[0]

@@ -2,6 +2,9 @@
 
 import torch
 
+from atom_vllm_bridge.models.ops import panels
+from atom_vllm_bridge.models.ops.torch.linear import linear
+
 
 def grouped_output_projection(
     o: torch.Tensor, wo_a: torch.Tensor, wo_b: torch.Tensor
@@ -10,13 +13,15 @@ def grouped_output_projection(
 
     Args:
         o: [T, H, D].
-        wo_a: [G, rank, H · D / G].
-        wo_b: [G · rank, d], input by input.
+        wo_a: [G, rank, H · D / G], or the [G, P, H · D / G, WIDTH] panels of its transpose (ops/panels.py).
+        wo_b: [G · rank, d], input by input, or the panels of that.
 
     Returns:
-        [T, d].
+        [T, d] in o's dtype; of panels all their columns, the last of which may be filling.
     """
-    groups = wo_a.shape[0]
+    groups, inputs = wo_a.shape[0], wo_b.shape[-2]
+    if wo_a.dim() == 4:
+        wo_a = panels.join(wo_a)[..., : inputs // groups].transpose(1, 2).to(o.dtype)
     grouped = o.reshape(o.shape[0], groups, -1).transpose(0, 1)
     low = torch.bmm(grouped, wo_a.transpose(1, 2)).transpose(0, 1)
-    return low.flatten(1) @ wo_b
+    return linear(low.flatten(1), wo_b)

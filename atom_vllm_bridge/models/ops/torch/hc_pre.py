@@ -9,7 +9,7 @@ comb = Sinkhorn(softmax(mix₂ · s₂ + b₂) + ε_hc)        y = Σ_i pre_i ·
 import torch
 import torch.nn.functional as F
 
-from atom_vllm_bridge.models.ops.torch.rms_norm import inverse_rms
+from atom_vllm_bridge.models.ops.torch.rms_norm import inverse_rms, rms_norm
 
 
 def sinkhorn(comb: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
@@ -35,6 +35,7 @@ def hc_pre(
     iterations: int,
     eps: float,
     norm_eps: float,
+    weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Collapse the streams.
 
@@ -45,7 +46,8 @@ def hc_pre(
         scale: [3] float32: pre, post, comb.
         iterations: of the Sinkhorn normalisation.
         eps: ε_hc.
-        norm_eps: ε of the norm without weight.
+        norm_eps: ε of the norms.
+        weight: [d] float32, of the norm of y that the block begins with; None: y is not normed.
 
     Returns:
         y [T, d] in streams' dtype; post [T, n] float32; comb [T, n, n] float32, whose rows and columns sum to 1.
@@ -59,4 +61,7 @@ def hc_pre(
     comb = torch.addcmul(base[2 * n :], mix[:, 2 * n :], scale[2]).view(-1, n, n)
     comb = sinkhorn(comb.softmax(-1).add_(eps), iterations, eps)
     y = torch.bmm((gate[:, :n] + eps).unsqueeze(1), z).squeeze(1)
-    return y.to(streams.dtype), gate[:, n:] * 2, comb
+    y = y.to(streams.dtype)
+    if weight is not None:
+        y = rms_norm(y, weight, norm_eps)
+    return y, gate[:, n:] * 2, comb

@@ -55,17 +55,17 @@ def sparse_attention(
     """
     tiles, queries, heads, dim = query.shape
     sources = (window,) if compressed is None else (window, compressed)
-    query = (query * scale).view(tiles, queries * heads, dim)
+    query = query.reshape(tiles, queries * heads, dim)
     sink = sink.view(1, 1, heads, 1).expand(tiles, queries, heads, 1)
     width = sum(source.ids.shape[1] for source in sources)
     step = max(1, TEMPORARY_BYTES // (4 * width * (dim + queries * heads)))
-    outputs = []
+    out = torch.empty_like(query)
     for first in range(0, tiles, step):
         at = slice(first, first + step)
         keys, scores = [], []
         for source in sources:
             key = decode(gather_rows(source.rows, source.ids[at]))
-            score = torch.bmm(query[at], key.transpose(1, 2))
+            score = torch.bmm(query[at], key.transpose(1, 2)).mul_(scale)
             score = score.view(-1, queries, heads, key.shape[1])
             keys.append(key)
             scores.append(
@@ -82,6 +82,5 @@ def sparse_attention(
                 part.masked_fill_(source.none[at], 0.0)
             output += part
             start += key.shape[1]
-        outputs.append(output)
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output.view(tiles, queries, heads, dim)
+        out[at] = output
+    return out.view(tiles, queries, heads, dim)

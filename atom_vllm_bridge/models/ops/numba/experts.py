@@ -1,0 +1,130 @@
+"""ops/torch/experts.py on panels: each expert that is hit is read once, by one thread."""
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from atom_vllm_bridge.models.ops.numba.few import compiled, trained
+from atom_vllm_bridge.models.ops.numba.swiglu import gate_rows
+from atom_vllm_bridge.models.ops.numba.team import Body, array, next_chunk
+from atom_vllm_bridge.models.ops.numba.tile import product
+from atom_vllm_bridge.models.ops.panels import WIDTH
+from atom_vllm_bridge.models.ops.torch import experts as reference
+
+
+@compiled()
+def _by_expert(chosen, many, order, start):
+    """Sort slots (token · k + place) by expert; expert number n of those hit has order[start[n] : start[n + 1]]. Returns their count."""
+    slots, count = chosen.size, 0
+    end = np.zeros(many + 1, np.int64)
+    for s in range(slots):
+        end[chosen[s] + 1] += 1
+    for e in range(many):
+        if end[e + 1]:
+            start[count] = end[e]
+            count += 1
+        end[e + 1] += end[e]
+    start[count] = slots
+    for s in range(slots):
+        order[end[chosen[s]]] = s
+        end[chosen[s]] += 1
+    return count
+
+
+def _body(bits):
+    def body(words):
+        hits, tokens, k, d, inner, many = (
+            words[1],
+            words[2],
+            words[3],
+            words[4],
+            words[5],
+            words[6],
+        )
+        x = array(words[7], (tokens, d), np.float32)
+        chosen = array(words[8], (tokens * k,), np.int64)
+        weights = array(words[9], (tokens * k,), np.float32)
+        order = array(words[10], (tokens * k,), np.int64)
+        start = array(words[11], (tokens * k + 1,), np.int64)
+        w13 = array(words[12], (many, 2 * inner // WIDTH, d, WIDTH), bits)
+        w2 = array(words[13], (many, d // WIDTH, inner, WIDTH), bits)
+        limit = array(words[14], (1,), np.float32)[0]
+        out = array(words[15], (tokens * k, d), np.float32)
+        most = 0
+        for n in range(hits):
+            most = max(most, start[n + 1] - start[n])
+        rows = np.empty((most, d), np.float32)
+        hidden = np.empty((most, 2 * inner), np.float32)
+        gated = np.empty((most, inner), np.float32)
+        n = next_chunk(words)
+        while n < hits:
+            first, count = start[n], start[n + 1] - start[n]
+            e = chosen[order[first]]
+            for r in range(count):
+                rows[r] = x[order[first + r] // k]
+            for p in range(2 * inner // WIDTH):
+                product(rows[:count], w13[e, p], hidden, p * WIDTH)
+            gate_rows(hidden[:count], limit, gated)
+            for p in range(d // WIDTH):
+                product(gated[:count], w2[e, p], rows, p * WIDTH)
+            for r in range(count):
+                slot = order[first + r]
+                for c in range(d):
+                    out[slot, c] = weights[slot] * rows[r, c]
+            n = next_chunk(words)
+
+    return Body(body)
+
+
+@cache
+def _word(value: float) -> torch.Tensor:
+    """A float32 that has an address; words are integers."""
+    return torch.tensor([value])
+
+
+_bodies = {torch.bfloat16: _body(np.uint16), torch.float32: _body(np.uint32)}
+
+
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    limit: float,
+) -> torch.Tensor:
+    packed = w13.dim() == w2.dim() == 4 and w13.dtype == w2.dtype
+    filled = packed and (
+        w13.shape[1] * WIDTH != 2 * w2.shape[2] or w2.shape[1] * WIDTH != x.shape[1]
+    )
+    if not packed or filled or not x.is_cpu or trained(x, w13, w2):
+        return reference.experts(x, chosen, weights, w13, w2, limit)
+    tokens, k = chosen.shape
+    many, _, d, _ = w13.shape
+    x, chosen, weights = (
+        x.float().contiguous(),
+        chosen.contiguous(),
+        weights.contiguous(),
+    )
+    order, start = chosen.new_empty(tokens * k), chosen.new_empty(tokens * k + 1)
+    hits = _by_expert(chosen.view(-1).numpy(), many, order.numpy(), start.numpy())
+    out = x.new_empty(tokens, k, d)
+    _bodies[w13.dtype].run(
+        hits,
+        tokens,
+        k,
+        d,
+        w2.shape[2],
+        many,
+        x.data_ptr(),
+        chosen.data_ptr(),
+        weights.data_ptr(),
+        order.data_ptr(),
+        start.data_ptr(),
+        w13.data_ptr(),
+        w2.data_ptr(),
+        _word(limit).data_ptr(),
+        out.data_ptr(),
+    )
+    return out.sum(1)

@@ -1,0 +1,24 @@
+"""A dense feed-forward, as the shared expert is: y = swiglu(x · w13) · w2."""
+
+import torch
+
+from atom_vllm_bridge.models.ops.torch.linear import linear
+from atom_vllm_bridge.models.ops.torch.swiglu import swiglu
+
+
+def feed_forward(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, limit: float
+) -> torch.Tensor:
+    """Run every token through it.
+
+    Args:
+        x: [T, d].
+        w13: [d, 2 · I], for each input the gate's weights beside up's; or the panels of that (ops/panels.py).
+        w2: [I, d], or the panels of that.
+        limit: of the clamp in `swiglu`.
+
+    Returns:
+        [T, d] in x's dtype.
+    """
+    hidden = linear(x, w13)[:, : 2 * w2.shape[-2]]
+    return linear(swiglu(hidden, limit), w2)[:, : x.shape[1]]
