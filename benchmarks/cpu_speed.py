@@ -132,30 +132,39 @@ def one(engine: str, dtype: str, checkpoint: Path) -> None:
     print(json.dumps(speed))
 
 
-def in_a_process(engine: str, dtype: str, checkpoint: Path, threads: int) -> Any:
-    """The speeds, or the last line of what went wrong."""
-    environment = os.environ | {
+def in_a_process(
+    command: list[str], threads: int, environment: dict[str, str] | None = None
+) -> Any:
+    """What a script of this folder prints last, by number of requests; or the last line of what went wrong."""
+    every = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if engine == "vllm":
-        environment |= {
-            "ATOM_BRIDGE_DISABLE": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
     done = subprocess.run(
-        [sys.executable, __file__, "--one", engine, dtype, str(checkpoint)],
-        env=environment,
+        [sys.executable, *command],
+        env=every | (environment or {}),
         capture_output=True,
         text=True,
     )
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]
     return {int(k): v for k, v in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def speeds_of(engine: str, dtype: str, checkpoint: Path, threads: int) -> Any:
+    """Speeds of one engine, by number of requests, or what went wrong."""
+    environment = {}
+    if engine == "vllm":
+        environment = {
+            "ATOM_BRIDGE_DISABLE": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    command = [__file__, "--one", engine, dtype, str(checkpoint)]
+    return in_a_process(command, threads, environment)
 
 
 def main(
@@ -173,7 +182,7 @@ def main(
         if checkpoint is None:
             checkpoint = make(Path(folder) / "tiny", layout="bf16", draft="none")
         speeds = {
-            name: in_a_process(engine, dtype, checkpoint, threads)
+            name: speeds_of(engine, dtype, checkpoint, threads)
             for name, (engine, dtype) in ENGINES.items()
         }
     rows = []
