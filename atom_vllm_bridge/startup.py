@@ -1,6 +1,6 @@
 """One table in the log of a start: what serves the model, and where something was asked for, what it became.
 
-What was asked is noted when vLLM first shows its configuration to the platform, before anything is decided, and travels in
+What was asked is noted when vLLM first shows its configuration, before anything is decided, and travels in
 `additional_config` to the worker, which knows the cache groups and prints.
 """
 

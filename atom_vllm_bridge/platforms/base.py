@@ -12,6 +12,8 @@ from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
 from atom_vllm_bridge.models.ops import registry
+from atom_vllm_bridge.patches import early_look
+from atom_vllm_bridge.patches.registry import PATCHES
 from atom_vllm_bridge.platforms.refusal import Refused, prepare_command_line
 from atom_vllm_bridge.settings import Settings
 
@@ -165,29 +167,11 @@ def _refuse_adaptive_verification_without_graphs(vllm_config: "VllmConfig") -> N
         )
 
 
-def _look_at_configurations_first() -> None:
-    """Note what is asked before vLLM decides anything.
+def _note_what_is_asked(vllm_config: "VllmConfig") -> None:
+    from atom_vllm_bridge import startup
 
-    For DeepSeek-V4 vLLM puts CompilationMode.NONE in place of any mode, where breakable graphs are its default, and only
-    then calls the platform. It asks its table of model configurations before that.
-    """
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-
-    stock = MODELS_CONFIG_MAP[ARCHITECTURE]
-    if getattr(stock, "notes_what_was_asked", False):
-        return
-
-    class Noting(stock):  # type: ignore[valid-type, misc]
-        notes_what_was_asked = True
-
-        @staticmethod
-        def verify_and_update_config(vllm_config: "VllmConfig") -> None:
-            from atom_vllm_bridge import startup
-
-            startup.note_what_was_asked(vllm_config)
-            stock.verify_and_update_config(vllm_config)
-
-    MODELS_CONFIG_MAP[ARCHITECTURE] = Noting
+    if serves(vllm_config):
+        startup.note_what_was_asked(vllm_config)
 
 
 def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
@@ -243,15 +227,14 @@ class AtomPlatform:
             prepare_command_line(parser)
         else:
             # A configuration is about to be made.
-            _look_at_configurations_first()
+            if _note_what_is_asked not in early_look.LOOKS:
+                early_look.LOOKS.append(_note_what_is_asked)
+            PATCHES.apply("early-look", process="engine")
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        if serves(vllm_config):
-            from atom_vllm_bridge import startup
-
-            # Nothing new, unless the look at the start was missed: a configuration made without EngineArgs.
-            startup.note_what_was_asked(vllm_config)
+        # Nothing new, unless the early look was missed: a configuration made without EngineArgs, or the patch refused.
+        _note_what_is_asked(vllm_config)
         super().apply_config_platform_defaults(vllm_config)  # type: ignore[misc]
 
     @classmethod
