@@ -13,7 +13,7 @@ vLLM groups sliding-window specs by their window alone. Ours are grouped by exac
 keeps its block size and its own rule for prefix hits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -51,8 +51,22 @@ class DraftWindowSpec(_ByRole):
     """The window of a draft stage; it never shares blocks with the target's."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class CompressorSpec(_ByRole):
-    """Rolling inputs of the overlapping compressors (main and indexer), two blocks of 4 tokens."""
+    """Rolling inputs of the overlapping compressors (main and indexer), two blocks of 4 tokens.
+
+    Attributes:
+        drafts: tokens that a step may verify beside its own. vLLM frees what has left the window before it hashes what the
+            step has verified, so that blocks which a later hit needs would be gone unhashed; so many tokens more are kept.
+    """
+
+    drafts: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The planner writes its own number into every spec, which is 0 for drafts of one layer or block.
+        kept = max(self.extra_retained_tokens, self.drafts)
+        object.__setattr__(self, "extra_retained_tokens", kept)
 
 
 class HeavyCompressorSpec(_ByRole):
@@ -148,6 +162,8 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         return AtomBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        if isinstance(self.spec, CompressorSpec):
+            return replace(self.spec, drafts=vllm_config.num_speculative_tokens)
         return self.spec
 
     def no_rows(self, device: torch.device) -> torch.Tensor:

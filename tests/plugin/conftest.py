@@ -1,7 +1,7 @@
 """Checkpoints, made once a session."""
 
 import pytest
-from engines import SMALL
+from engines import SHALLOW, SMALL
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +44,40 @@ def tiny_checkpoint(tmp_path_factory):
     from atom_vllm_bridge.checkpoint.make import make
 
     return make(tmp_path_factory.mktemp("checkpoints") / "tiny", layout="mxfp4")
+
+
+@pytest.fixture(scope="session")
+def agreeing_dspark(tmp_path_factory):
+    """A target of SHALLOW, and two DSpark stages that often agree with it."""
+    return _shallow(tmp_path_factory, "dspark", "agreeing")
+
+
+@pytest.fixture(scope="session")
+def agreeing_mtp(tmp_path_factory):
+    """Another target of SHALLOW, and an MTP layer that often agrees with it."""
+    return _shallow(tmp_path_factory, "mtp", "agreeing")
+
+
+@pytest.fixture(scope="session")
+def random_dspark(tmp_path_factory):
+    """A target of SHALLOW, and two DSpark stages that know nothing of it."""
+    return _shallow(tmp_path_factory, "dspark", "tiny")
+
+
+@pytest.fixture(scope="session")
+def random_mtp(tmp_path_factory):
+    """The same target as `random_dspark`, and an MTP layer that knows nothing of it."""
+    return _shallow(tmp_path_factory, "mtp", "tiny")
+
+
+def _shallow(tmp_path_factory, draft, preset):
+    from atom_vllm_bridge.checkpoint.make import make
+
+    stages = {"n_mtp_layers": 2} if draft == "dspark" else {}
+    return make(
+        tmp_path_factory.mktemp("checkpoints") / f"{preset}-{draft}",
+        preset=preset,
+        layout="bf16",
+        draft=draft,
+        overrides=SHALLOW | stages,
+    )

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -32,6 +33,14 @@ SMALL = {
     "index_head_dim": 32,
     "index_topk": 16,
     "max_position_embeddings": 32768,
+}
+# One layer of each attention kind, where many engines run the same prompts.
+SHALLOW = SMALL | {
+    "num_hidden_layers": 3,
+    "compress_ratios": [0, 4, 128],
+    "num_hash_layers": 1,
+    "hc_sinkhorn_iters": 4,
+    "vocab_size": 512,
 }
 TOLERANCE = 1e-3
 
@@ -96,6 +105,8 @@ class Engine:
     def __init__(self, checkpoint, **options):
         from vllm import LLM
 
+        # A start collects garbage ten times; what is there already need not be looked through each time.
+        gc.freeze()
         settings = {
             "dtype": "float32",
             "enforce_eager": True,
@@ -117,8 +128,12 @@ class Engine:
         return self.core.scheduler
 
     @property
+    def runner(self):
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
     def model(self):
-        return self.core.model_executor.driver_worker.worker.model_runner.model
+        return self.runner.model
 
     def counter(self, name: str) -> float:
         """The sum of a vLLM counter, such as vllm:num_preemptions."""
@@ -142,41 +157,61 @@ class Engine:
 
     def generate(self, prompts, max_tokens: int = 8, **sampling) -> list[Answer]:
         """Greedy by default; the eight likeliest log-probabilities at each token."""
-        from vllm import SamplingParams
-
-        settings = {"temperature": 0.0, "logprobs": 8, "ignore_eos": True}
-        params = SamplingParams(
-            max_tokens=max_tokens, detokenize=False, **(settings | sampling)
-        )
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-            params,
+            _params(max_tokens, **sampling),
             use_tqdm=False,
         )
-        return [
-            Answer(
-                tokens=list(output.outputs[0].token_ids),
-                logprobs=[
-                    {token: entry.logprob for token, entry in step.items()}
-                    for step in output.outputs[0].logprobs or ()
-                ],
-                cached=output.num_cached_tokens,
-                prompt_logprobs=output.prompt_logprobs
-                and [
-                    {token: entry.logprob for token, entry in step.items()}
-                    for step in output.prompt_logprobs[1:]
-                ],
-            )
-            for output in outputs
-        ]
+        return [_answer(output) for output in outputs]
+
+    def generate_over_time(
+        self, prompts, at_once: int, max_tokens: int = 8, **sampling
+    ) -> list[Answer]:
+        """The same, but only `at_once` requests are there at the start; one more comes before each step."""
+        params = _params(max_tokens, **sampling)
+        engine, waiting = self.llm.llm_engine, list(enumerate(prompts))
+        done: dict[str, Any] = {}
+        while waiting or engine.has_unfinished_requests():
+            count = 1 if engine.has_unfinished_requests() else at_once
+            arriving, waiting = waiting[:count], waiting[count:]
+            for number, ids in arriving:
+                engine.add_request(str(number), {"prompt_token_ids": list(ids)}, params)
+            done |= {out.request_id: out for out in engine.step() if out.finished}
+        return [_answer(done[str(number)]) for number in range(len(prompts))]
 
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
+        gc.unfreeze()
         cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def _params(max_tokens: int, **sampling):
+    from vllm import SamplingParams
+
+    settings = {"temperature": 0.0, "logprobs": 8, "ignore_eos": True}
+    return SamplingParams(
+        max_tokens=max_tokens, detokenize=False, **(settings | sampling)
+    )
+
+
+def _answer(output) -> Answer:
+    return Answer(
+        tokens=list(output.outputs[0].token_ids),
+        logprobs=[
+            {token: entry.logprob for token, entry in step.items()}
+            for step in output.outputs[0].logprobs or ()
+        ],
+        cached=output.num_cached_tokens,
+        prompt_logprobs=output.prompt_logprobs
+        and [
+            {token: entry.logprob for token, entry in step.items()}
+            for step in output.prompt_logprobs[1:]
+        ],
+    )
 
 
 @contextmanager
