@@ -119,7 +119,8 @@ class Registry:
         self._states[patch.id] = State(DECLARED)
 
     def __iter__(self) -> Iterator[Patch]:
-        return iter(self._patches.values())
+        # By id: whoever imports a patch first would else decide the order.
+        return iter(sorted(self._patches.values(), key=lambda patch: patch.id))
 
     def __getitem__(self, id: str) -> Patch:
         return self._patches[id]
