@@ -122,3 +122,19 @@ def test_packed_experts_answer_like_plain_ones(provider, rows, inner, exact):
         x, chosen, weights, packed(w13), packed(w2), LIMIT
     )
     close(got, want)
+
+
+def test_experts_clamp_alike_whatever_the_default_dtype_of_their_first_call():
+    """vLLM loads a model, and calls it for the first time, with the model's dtype as the default one."""
+    x, w13, w2 = draw(2, 64), draw(6, 64, 64), draw(6, 32, 64)
+    chosen, weights = torch.tensor([[0, 5], [3, 3]]), torch.ones(2, 2)
+    # A limit that no other test has asked for.
+    given = (x, chosen, weights, packed(w13), packed(w2), 0.4375)
+    want = resolve_from("torch", "experts")(*given)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = resolve_from("numba", "experts")(*given)
+    finally:
+        torch.set_default_dtype(before)
+    close(got, want)

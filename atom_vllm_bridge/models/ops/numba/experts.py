@@ -80,7 +80,8 @@ def _body(bits):
 @cache
 def _word(value: float) -> torch.Tensor:
     """A float32 that has an address; words are integers."""
-    return torch.tensor([value])
+    # Kept for good, so it must not take the default dtype or device of whoever asks first: vLLM loads under its own.
+    return torch.tensor([value], dtype=torch.float32, device="cpu")
 
 
 _bodies = {torch.bfloat16: _body(np.uint16), torch.float32: _body(np.uint32)}
