@@ -74,12 +74,11 @@ def run_transformers(checkpoint: Path, dtype: str) -> dict[int, float]:
     return measured(generate)
 
 
-def run_vllm(checkpoint: Path, dtype: str, own: bool) -> dict[int, float]:
-    if own:
-        help_vllms_own_model()
-    from vllm import LLM, SamplingParams
+def engine_of(checkpoint: Path, dtype: str, **options: Any) -> Any:
+    """vLLM's engine in this process, as all measurements have it."""
+    from vllm import LLM
 
-    engine = LLM(
+    return LLM(
         str(checkpoint),
         dtype=dtype,
         enforce_eager=True,
@@ -88,7 +87,16 @@ def run_vllm(checkpoint: Path, dtype: str, own: bool) -> dict[int, float]:
         max_num_batched_tokens=1000,
         kv_cache_memory_bytes=1 << 30,
         seed=0,
+        **options,
     )
+
+
+def run_vllm(checkpoint: Path, dtype: str, own: bool) -> dict[int, float]:
+    if own:
+        help_vllms_own_model()
+    from vllm import SamplingParams
+
+    engine = engine_of(checkpoint, dtype)
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 
     def generate(batch: list[list[int]]) -> int:

@@ -3,7 +3,7 @@
     python benchmarks/speculation.py                    checkpoints of the preset `agreeing` are made for the run
     python benchmarks/speculation.py --preset tiny      with random drafts, which are hardly ever accepted
 
-The checkpoints hold the same target. Every engine runs in a process of its own with the same prompts, new tokens and
+The checkpoints' targets have the same shape; of the preset `agreeing` they differ in values. Every engine runs in a process of its own with the same prompts, new tokens and
 threads; each measurement is repeated, and the median counts. The parts of a step are measured in the same runs: target
 (forward, its metadata not counted), draft (all that the speculator does), sampler (logits, sampling, rejection), scheduler.
 """
@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from cpu_speed import NEW, PROMPT, REPEATS, REQUESTS, in_a_process, measured
+from cpu_speed import (
+    NEW,
+    PROMPT,
+    REPEATS,
+    REQUESTS,
+    engine_of,
+    in_a_process,
+    measured,
+)
 
 METHODS = {"off": None, "DSpark, K = 5": ("dspark", 5), "MTP, K = 1": ("mtp", 1)}
 PARTS = ("target", "draft", "sampler", "scheduler")
@@ -57,22 +65,12 @@ class Clock:
 
 def one(checkpoint: Path, method: str | None, length: int) -> None:
     """Measure one engine in this process; the last line tells, for each number of requests, what was found."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     speculation = None
     if method is not None:
         speculation = {"method": method, "num_speculative_tokens": length}
-    engine = LLM(
-        str(checkpoint),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        max_num_seqs=8,
-        max_num_batched_tokens=1000,
-        kv_cache_memory_bytes=1 << 30,
-        seed=0,
-        speculative_config=speculation,
-    )
+    engine = engine_of(checkpoint, "float32", speculative_config=speculation)
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     clock = Clock()
     clock.attach(engine)
