@@ -53,7 +53,9 @@ class Counters:
     accepted_by_position: tuple[float, ...]
 
     def __sub__(self, earlier: "Counters") -> "Counters":
-        positions = max(map(len, (self.accepted_by_position, earlier.accepted_by_position)))
+        positions = max(
+            map(len, (self.accepted_by_position, earlier.accepted_by_position))
+        )
         late, early = (
             (*counters.accepted_by_position, *[0.0] * positions)[:positions]
             for counters in (self, earlier)
@@ -137,6 +139,9 @@ class LiveServer:
         trace: TracebackType | None,
     ) -> None:
         """Leave it running."""
+
+    def check(self) -> None:
+        """Of somebody else's server only the answers are seen."""
 
     def metrics(self) -> Counters:
         """What it has counted since it started.
