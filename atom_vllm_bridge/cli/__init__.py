@@ -12,15 +12,19 @@ def main() -> None:
 
     import typer
 
+    from atom_vllm_bridge.cli.bench import bench
     from atom_vllm_bridge.cli.checkpoint import checkpoint_app
+    from atom_vllm_bridge.cli.eval import evaluate
 
     app = typer.Typer(
-        help="Tools beside `vllm serve`: what is installed and chosen, and checkpoints to try it with.",
+        help="Tools beside `vllm serve`: what is installed and chosen, checkpoints to try it with, and measurements.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.add_typer(checkpoint_app, name="checkpoint")
+    app.command(name="eval")(evaluate)
+    app.command(name="bench")(bench)
 
     @app.command(name="doctor", add_help_option=False)
     def _doctor() -> None:

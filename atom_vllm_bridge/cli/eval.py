@@ -1,0 +1,219 @@
+"""`atom-vllm-bridge eval`: accuracy with and without speculation, and acceptance, of a served model."""
+
+import json
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from atom_vllm_bridge.measure.accuracy import Arm, Task
+    from atom_vllm_bridge.measure.server import LiveServer
+
+AS_SERVED = "as-served"
+
+
+def evaluate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL_OR_URL]",
+            help="A checkpoint, served once an arm; or the URL of a server, which is one arm.",
+        ),
+    ] = None,
+    serve_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- FLAGS]", help="For each `vllm serve`."),
+    ] = None,
+    num_fewshot: Annotated[
+        int, typer.Option(min=0, help="Worked examples before each question.")
+    ] = 8,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many of the first questions; all unless given."),
+    ] = None,
+    arms: Annotated[
+        str,
+        typer.Option(help="Of these, in this order, the first is compared with."),
+    ] = "off,dspark-5,dspark-7,dspark-t1,mtp",
+    mtp_model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint of the arm mtp: the same model with an MTP stage."
+        ),
+    ] = None,
+    shots: Annotated[
+        Literal["as-is", "renumbered"],
+        typer.Option(help="Worked examples as they are, or with other numbers."),
+    ] = "as-is",
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with questions of your own: schoolbook_test.jsonl, schoolbook_shots.jsonl."
+        ),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
+    max_model_len: Annotated[
+        int,
+        typer.Option(help="Of the servers: the longest prompt and its answer, tokens."),
+    ] = 4096,
+    catalog: Annotated[
+        Path | None,
+        typer.Option(help="Run the cases of this file instead, against their bars."),
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the catalog: this case. May be given several times."),
+    ] = None,
+    where: Annotated[
+        str, typer.Option(help="Of the catalog, without --case: the cases for it.")
+    ] = "cpu",
+    out: Annotated[
+        Path, typer.Option(help="Folder for tables, answers and servers' logs.")
+    ] = Path("build/eval"),
+) -> None:
+    """Ask a served model word problems, with and without speculation.
+
+    Exit code 1 if a server failed, a check between arms does not hold, or a case of the catalog misses a bar.
+    """
+    _require_lm_eval()
+    from atom_vllm_bridge.measure.accuracy import Task
+    from atom_vllm_bridge.measure.server import ServerError
+
+    out.mkdir(parents=True, exist_ok=True)
+    if (model is None) == (catalog is None):
+        raise typer.BadParameter("name either MODEL_OR_URL or --catalog FILE.")
+    try:
+        if catalog is not None:
+            good = _run_catalog(catalog, case or [], where, out)
+        else:
+            assert model is not None
+            name = "schoolbook" if shots == "as-is" else "schoolbook_renumbered"
+            task = Task(name, num_fewshot, limit, data, concurrency)
+            flags = ["--max-model-len", str(max_model_len), *(serve_flags or [])]
+            chosen = [arm.strip() for arm in arms.split(",")]
+            good = _run_arms(model, mtp_model, flags, chosen, task, out)
+    except (ServerError, ValueError, OSError) as error:
+        _refuse(str(error))
+    raise typer.Exit(0 if good else 1)
+
+
+def _run_arms(
+    model: str,
+    mtp_model: Path | None,
+    flags: list[str],
+    names: list[str],
+    task: "Task",
+    out: Path,
+) -> bool:
+    """Measure, print and write one arm after another; whether every check holds."""
+    from atom_vllm_bridge.measure.accuracy import (
+        ARMS,
+        Arm,
+        checks,
+        measure,
+        save,
+        table,
+    )
+    from atom_vllm_bridge.measure.tasks import FOLDER, QUESTIONS
+
+    questions = (task.folder or FOLDER) / QUESTIONS
+    if not questions.is_file():  # said before a server is started for nothing
+        _refuse(f"{questions} is not there. Name the folder with it: --data DIR.")
+    live = model.startswith(("http://", "https://"))
+    if unknown := [name for name in names if name not in ARMS]:
+        _refuse(f"no arm {', '.join(unknown)}; there are {', '.join(ARMS)}.")
+    chosen = {AS_SERVED: Arm()} if live else {name: ARMS[name] for name in names}
+    notes, outcomes = [], []
+    for name, arm in chosen.items():
+        if arm.draft == "mtp" and mtp_model is None:
+            notes.append(
+                f"{name} is left out: MTP and DSpark drafts are in different checkpoints. Name the one with MTP: --mtp-model DIR."
+            )
+            continue
+        path = str(mtp_model) if arm.draft == "mtp" else model
+        typer.echo(f"{name}: {path}", err=True)
+        with _server(path, name, arm, flags, out) as server:
+            speculates = None if live else arm.draft is not None
+            outcome = measure(server, task, name, arm.temperature, speculates)
+        save(outcome, out)
+        outcomes.append(outcome)
+    if not outcomes:
+        _refuse(" ".join(notes))
+    made = checks(outcomes)
+    asked = f"{task.name}; worked examples: {task.num_fewshot}; questions: {len(outcomes[0].answers)}"
+    lines = [asked, "", table(outcomes), ""]
+    lines += [f"- {'holds' if c.holds else 'FAILS'}: {c.what}" for c in made]
+    lines += [f"- {note}" for note in notes]
+    text = "\n".join(lines)
+    typer.echo(text)
+    report: dict[str, Any] = {
+        "model": model,
+        "mtp_model": mtp_model and str(mtp_model),
+        "serve_flags": flags,
+        "task": asdict(task),
+        "arms": [outcome.as_dict() for outcome in outcomes],
+        "checks": [asdict(check) for check in made],
+        "notes": notes,
+    }
+    _write(out, report, text)
+    return all(check.holds for check in made)
+
+
+def _server(
+    model: str, name: str, arm: "Arm", flags: list[str], out: Path
+) -> "AbstractContextManager[LiveServer]":
+    from atom_vllm_bridge.measure.server import LiveServer, Server
+
+    if name == AS_SERVED:
+        return LiveServer(model)
+    # The last of two equal flags counts, so that the caller's stand after the arm's.
+    return Server(model, [*arm.flags, *flags], log=out / f"{name}.log")
+
+
+def _run_catalog(path: Path, ids: list[str], where: str, out: Path) -> bool:
+    """Run cases, print and write what became of each; whether all that ran passed."""
+    from atom_vllm_bridge.measure import catalog
+    from atom_vllm_bridge.measure.accuracy import save
+
+    cases = catalog.read(path)
+    wanted = catalog.chosen(cases, ids, where)
+    if not wanted:
+        _refuse(f"no case of {path} is for {where}.")
+    results = catalog.run(wanted, out, lambda line: typer.echo(line, err=True))
+    done = [result.outcome for result in results if result.outcome is not None]
+    for outcome in done:
+        save(outcome, out)
+    text = catalog.table(cases, results)
+    typer.echo(text)
+    report: dict[str, Any] = {
+        "catalog": str(path),
+        "passed": {result.case.id: result.passed for result in results},
+        "cases": [outcome.as_dict() for outcome in done],
+    }
+    _write(out, report, text)
+    return all(result.passed for result in results)
+
+
+def _write(out: Path, report: dict[str, Any], text: str) -> None:
+    (out / "results.json").write_text(
+        json.dumps(report, indent=2, default=str, ensure_ascii=False) + "\n",
+        encoding="utf-8",
+    )
+    (out / "table.md").write_text(text + "\n", encoding="utf-8")
+
+
+def _require_lm_eval() -> None:
+    from importlib.util import find_spec
+
+    if missing := [name for name in ("lm_eval", "jsonschema") if not find_spec(name)]:
+        _refuse(
+            f"{' and '.join(missing)} is not installed. Run: pip install 'atom-vllm-bridge[eval]'"
+        )
+
+
+def _refuse(why: str) -> NoReturn:
+    typer.echo(f"atom-vllm-bridge: {why}", err=True)
+    raise typer.Exit(1)
