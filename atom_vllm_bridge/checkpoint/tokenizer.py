@@ -5,7 +5,9 @@ reasoning and tool parsers look for, one id each.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -33,7 +35,14 @@ MARKERS = (
 SMALLEST = len(CONTROL) + len(MARKERS) + 256
 
 
-def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> None:
+def write_tokenizer(
+    out: Path,
+    vocab_size: int,
+    max_length: int,
+    *,
+    texts: Iterable[str] | None = None,
+    single_digits: bool = False,
+) -> None:
     """Write tokenizer.json and tokenizer_config.json.
 
     Args:
@@ -41,11 +50,14 @@ def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> None:
         vocab_size: ids: special tokens, 256 bytes, merges, then entries that no text
             reaches, so that every id of the model decodes to something.
         max_length: `model_max_length` of the tokenizer.
+        texts: what the merges are learnt from; the text below by default.
+        single_digits: every digit is a token of its own, so that a small model can
+            learn to calculate.
 
     Raises:
         ValueError: a vocabulary that cannot hold the bytes.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models
     from tokenizers.processors import TemplateProcessing
 
     if vocab_size < SMALLEST:
@@ -53,9 +65,12 @@ def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> None:
             f"vocab_size = {vocab_size} holds no byte-level tokenizer: {SMALLEST} or more, "
             "or leave the tokenizer out"
         )
-    vocab, merges = _vocabulary(vocab_size)
+    pre_tokenizer = _pre_tokenizer(single_digits)
+    vocab, merges = _vocabulary(
+        vocab_size, [TEXT] if texts is None else texts, pre_tokenizer
+    )
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, vocab[BOS])]
@@ -80,15 +95,27 @@ def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> None:
     )
 
 
-def _vocabulary(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _pre_tokenizer(single_digits: bool) -> Any:
+    from tokenizers import pre_tokenizers
+
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if not single_digits:
+        return words
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    return pre_tokenizers.Sequence([digits, words])
+
+
+def _vocabulary(
+    size: int, texts: Iterable[str], pre_tokenizer: Any
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Token → id, and the merges in order of rank."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.pre_tokenizer = pre_tokenizer
     trained.train_from_iterator(
-        [TEXT],
+        texts,
         trainers.BpeTrainer(
             vocab_size=size - len(CONTROL) - len(MARKERS),
             initial_alphabet=alphabet,
