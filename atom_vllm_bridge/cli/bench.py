@@ -17,7 +17,7 @@ def bench(
     serve_flags: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- SERVE_FLAGS]...", help="Options of `vllm serve`, after `--`."
+            metavar="-- SERVE_FLAGS", help="Options of `vllm serve`, after `--`."
         ),
     ] = None,
     preset: Annotated[

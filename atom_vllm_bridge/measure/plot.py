@@ -2,23 +2,25 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atom_vllm_bridge.measure.speed import ARMS, Point
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MARKS = {"off": "o", "dspark": "s", "mtp": "^"}
 
 
 def plot_speed(points: Sequence[Point], path: Path, title: str) -> None:
     """Draw output tokens a second of all users, and of one, with a line for each arm; write a PNG.
-
     Raises:
-        ModuleNotFoundError: matplotlib is not installed; names the extra that holds it.
+        ModuleNotFoundError: matplotlib is not installed.
     """
-    figure = figure_of(points, title)
-    figure.savefig(path, dpi=120)
+    figure_of(points, title).savefig(path, dpi=120)
 
 
-def figure_of(points: Sequence[Point], title: str):
+def figure_of(points: Sequence[Point], title: str) -> "Figure":
     """The figure itself: two axes, one line an arm on each."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter

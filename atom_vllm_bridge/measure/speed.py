@@ -54,7 +54,7 @@ class Arm:
 def arms_of(
     names: Sequence[str], model: str, mtp_model: str | None, draft_tokens: int | None
 ) -> tuple[list[Arm], list[str]]:
-    """The arms, and a sentence for each that is left out.
+    """The arms, and a sentence for each that is left out or is not what its name alone says.
 
     Args:
         names: of ARMS.
@@ -62,14 +62,16 @@ def arms_of(
         mtp_model: the same target with an MTP stage: both drafts are called mtp.*, so they cannot share a checkpoint.
         draft_tokens: K of DSpark; None leaves it as the draft was trained.
     """
+    notes = []
     dspark: dict[str, Any] = {"method": "dspark"}
     if draft_tokens is not None:
         dspark |= {"num_speculative_tokens": draft_tokens}
+        notes.append(f"DSpark drafts {draft_tokens} tokens a step.")
     every = {"off": Arm("off", model), "dspark": Arm("dspark", model, _drafts(dspark))}
-    notes = []
     if mtp_model is not None:
         mtp = {"method": "mtp", "num_speculative_tokens": 1}
         every["mtp"] = Arm("mtp", mtp_model, _drafts(mtp))
+        notes.append(f"MTP drafts 1 token a step, from `{mtp_model}`.")
     elif "mtp" in names:
         notes.append(
             "MTP is left out: --mtp-model names no checkpoint with an MTP stage."
@@ -164,15 +166,25 @@ def measure(
                 client = Client(server, arm, concurrency, workload, out, prompts)
                 for _ in range(workload.warmup_runs):
                     client.run("warmup", MIXED, WARMUP_REQUESTS)
-                yield client.point(
+                point = client.point(
                     server.startup_s,
                     by_kind=concurrency == max(workload.concurrency),
                 )
+            yield point
 
 
 @dataclass(frozen=True)
 class Client:
-    """`vllm bench serve` against one server, for one point."""
+    """`vllm bench serve` against one server, for one point.
+
+    Attributes:
+        server: ready, and asked by nobody else.
+        arm: what it serves.
+        concurrency: requests at once.
+        workload: what to ask.
+        out: folder for results and logs; exists.
+        prompts: folder of `prose.jsonl` and `problems.jsonl`.
+    """
 
     server: LiveServer
     arm: Arm
@@ -186,7 +198,11 @@ class Client:
         return f"{self.arm.name} at concurrency {self.concurrency}"
 
     def point(self, startup_s: float, *, by_kind: bool) -> Point:
-        """Measure; `by_kind` then asks prose and problems alone, if there is an acceptance to tell apart."""
+        """Measure; `by_kind` then asks prose and problems alone, if there is an acceptance to tell apart.
+
+        Raises:
+            BenchError: client and server disagree, a request failed or was preempted, or a draft arm drafted nothing.
+        """
         requests = self.workload.requests(self.concurrency)
         warmups = self.workload.warmups(self.concurrency)
         before = self.server.metrics()

@@ -13,7 +13,6 @@ from atom_vllm_bridge.measure.plot import figure_of
 from atom_vllm_bridge.measure.server import Counters, Server
 from atom_vllm_bridge.measure.speed import (
     Acceptance,
-    Arm,
     BenchError,
     Client,
     Point,
@@ -182,12 +181,13 @@ def test_arms_differ_in_their_draft_alone_and_mtp_needs_its_own_checkpoint():
         "method": "dspark",
         "num_speculative_tokens": 7,
     }
-    assert "--mtp-model" in notes[0]
+    assert notes[0] == "DSpark drafts 7 tokens a step."
+    assert "--mtp-model" in notes[1]
     arms, notes = arms_of(["dspark", "mtp"], "target", "other", None)
     assert [arm.model for arm in arms] == ["target", "other"]
     assert json.loads(arms[0].flags[1]) == {"method": "dspark"}
     assert json.loads(arms[1].flags[1])["method"] == "mtp"
-    assert notes == []
+    assert notes == ["MTP drafts 1 token a step, from `other`."]
 
 
 def test_client_and_server_count_warmups_as_the_first_request():
@@ -222,12 +222,12 @@ def test_a_point_holds_the_clients_figures_and_the_servers_hits():
 class Recorded(Client):
     """A client that answers from a record, and notes what was asked."""
 
-    asked: list[tuple] = field(default_factory=list)
     result: Any = None
+    asked: list[tuple] = field(default_factory=list)
 
     def run(self, name, kind, requests, warmups=0):
         self.asked.append((name, kind, requests, warmups))
-        return self.result or RESULT
+        return self.result
 
 
 class Once:
@@ -240,13 +240,17 @@ class Once:
         return next(self.pages)
 
 
+def recorded(arm, out, preset="frozen", result=RESULT) -> Recorded:
+    workload = workload_of(preset, concurrency=[1], num_prompts=10)
+    arm = arms_of([arm], "target", None, None)[0][0]
+    return Recorded(Once(), arm, 1, workload, out, out, result=result)
+
+
 @pytest.mark.parametrize("preset", ["frozen", "random-512-1024"])
 def test_prose_and_problems_are_asked_alone_where_acceptance_means_something(
-    preset, tmp_path, prompts
+    preset, tmp_path
 ):
-    workload = workload_of(preset, concurrency=[1], num_prompts=10)
-    arm = arms_of(["dspark"], "target", None, None)[0][0]
-    client = Recorded(Once(), arm, 1, workload, tmp_path, prompts)
+    client = recorded("dspark", tmp_path, preset)
     point = client.point(1.0, by_kind=True)
     alone = [("prose", "prose", 5, 0), ("problems", "problems", 5, 0)]
     expected = alone if preset == "frozen" else []
@@ -254,19 +258,13 @@ def test_prose_and_problems_are_asked_alone_where_acceptance_means_something(
     assert list(point.acceptance_by_kind) == [name for name, *_ in expected]
 
 
-def test_a_draft_arm_that_drafts_nothing_is_an_error(tmp_path, prompts):
+def test_a_draft_arm_that_drafts_nothing_is_an_error(tmp_path):
     silent = {key: RESULT[key] for key in RESULT if not key.startswith("spec_decode")}
-    workload = workload_of("frozen", concurrency=[1])
-    arm = arms_of(["dspark"], "target", None, None)[0][0]
-    client = Recorded(Once(), arm, 1, workload, tmp_path, prompts, result=silent)
-    with pytest.raises(
-        BenchError, match="dspark at concurrency 1: nothing was drafted"
-    ):
-        client.point(1.0, by_kind=False)
-    off = Recorded(
-        Once(), Arm("off", "target"), 1, workload, tmp_path, prompts, result=silent
-    )
-    assert off.point(1.0, by_kind=False).acceptance is None
+    nothing = "dspark at concurrency 1: nothing was drafted"
+    with pytest.raises(BenchError, match=nothing):
+        recorded("dspark", tmp_path, result=silent).point(1.0, by_kind=False)
+    off = recorded("off", tmp_path, result=silent).point(1.0, by_kind=False)
+    assert off.acceptance is None
 
 
 @pytest.mark.parametrize(
