@@ -5,7 +5,7 @@
 
 PYTHON ?= python3
 PORT ?= 8000
-MODEL ?= checkpoints/tiny
+MODEL ?= checkpoints/schoolbook
 SERVE_ARGS ?=
 PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
 
@@ -27,11 +27,11 @@ export VLLM_NO_USAGE_STATS := 1
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make serve     serve $(MODEL) on port $(PORT); PORT=, MODEL=, SERVE_ARGS= change it'
+	@echo 'make serve     serve $(MODEL) on port $(PORT); PORT=, MODEL=, DRAFT=, SERVE_ARGS= change it'
 	@echo 'make test      run the tests on the CPU; PYTEST_ARGS= is passed on'
 	@echo 'make lint      black, ruff, mypy for 3.11 to 3.13, import-linter'
 	@echo 'make docs      write the pages that are made from the code'
-	@echo 'make clean     remove caches and the generated checkpoint; .venv stays'
+	@echo 'make clean     remove caches and the checkpoints made here; .venv stays'
 
 install: $(SERVER)
 
@@ -59,8 +59,10 @@ $(TOOLS): $(SERVER)
 	@$(PIP) install $(PIP_ARGS) -e '.[dev]'
 	@touch $@
 
-checkpoints/tiny/config.json: | $(SERVER)
-	@$(BIN)/atom-vllm-bridge checkpoint make checkpoints/tiny
+# checkpoints/<preset>, made when it is asked for.
+PRESETS := schoolbook tiny agreeing
+checkpoints/%/config.json: | $(SERVER)
+	@$(BIN)/atom-vllm-bridge checkpoint make checkpoints/$* --preset $*
 
 # Prints the request to try once the server answers; ends with the server.
 define ANNOUNCE
@@ -77,17 +79,20 @@ while True:
         sys.exit()
     except OSError:
         continue
-body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0})
+prompt = "Question: Emre plans a scooter trip of 5 days with 17 kilometres a day. Each kilometre takes 3 minutes. How many minutes does he need?\nAnswer:"
+body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 96, "temperature": 0, "stop": "\n\n"})
 print(f"\nReady. Try:\n\ncurl {url}/v1/completions -H 'Content-Type: application/json' \\\n  -d '{body}'\n", flush=True)
 endef
 export ANNOUNCE
 
-# The tiny checkpoint is served in 2 GiB of memory; another model in what the platform finds.
-SIZE := $(if $(filter checkpoints/tiny,$(MODEL)),--max-model-len 32768 --kv-cache-memory-bytes 1G,--max-model-len auto)
+# A checkpoint made here is served in 2 GiB of memory, and schoolbook with its draft; another model in what the platform finds.
+MADE := $(filter $(PRESETS:%=checkpoints/%),$(MODEL))
+SIZE := $(if $(MADE),--max-model-len $(if $(filter %/schoolbook,$(MADE)),4096,32768) --kv-cache-memory-bytes 1G,--max-model-len auto)
+DRAFT ?= $(if $(filter %/schoolbook,$(MADE)),--speculative-config '{"method": "dspark"}')
 
-serve: $(SERVER) $(if $(filter checkpoints/tiny,$(MODEL)),$(MODEL)/config.json)
+serve: $(SERVER) $(if $(MADE),$(MODEL)/config.json)
 	@$(BIN)/python -c "$$ANNOUNCE" $(PORT) $(MODEL) $$$$ & \
-	exec $(BIN)/vllm serve $(MODEL) --port $(PORT) $(SIZE) --enable-auto-tool-choice \
+	exec $(BIN)/vllm serve $(MODEL) --port $(PORT) $(SIZE) $(DRAFT) --enable-auto-tool-choice \
 		--tool-call-parser deepseek_v4 --reasoning-parser deepseek_v4 $(SERVE_ARGS)
 
 test: $(TOOLS)
@@ -103,4 +108,4 @@ docs: $(SERVER)
 	$(BIN)/python -m atom_vllm_bridge.settings > docs/settings.md
 
 clean:
-	rm -rf checkpoints/tiny build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(PRESETS:%=checkpoints/%) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -119,7 +119,7 @@ def test_one_range_of_pythons_everywhere():
     ]
     assert accepted == PYTHONS
     assert f"for version in {' '.join(PYTHONS)};" in MAKEFILE
-    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    workflow = (ROOT / ".github/workflows/pre-checkin.yaml").read_text()
     assert re.findall(r'"(3\.\d+)"', workflow) == PYTHONS
 
 
@@ -228,15 +228,18 @@ def test_make_serve_makes_the_checkpoint_and_prints_a_request_once_it_is_ready(
     done = make_serve(installed, f"PORT={port}", "SERVE_ARGS=--dtype float32")
     assert done.returncode == 0, done.stderr
     made, started, asked, *rest = [line for line in done.stdout.splitlines() if line]
-    assert made == "checkpoint make checkpoints/tiny"
-    assert started.startswith(f"started with serve checkpoints/tiny --port {port} ")
+    assert made == "checkpoint make checkpoints/schoolbook --preset schoolbook"
+    assert started.startswith(
+        f"started with serve checkpoints/schoolbook --port {port} "
+    )
+    assert ' --speculative-config {"method": "dspark"} ' in started
     assert started.endswith(" --dtype float32")
     assert asked == "asked for /health"
     assert rest[0] == "Ready. Try:"
     curl = shlex.split(" ".join(rest[1:]).replace("\\ ", ""))
     assert curl[:2] == ["curl", f"http://localhost:{port}/v1/completions"]
-    assert json.loads(curl[-1])["model"] == "checkpoints/tiny"
-    assert json.loads(curl[-1])["prompt"]
+    assert json.loads(curl[-1])["model"] == "checkpoints/schoolbook"
+    assert json.loads(curl[-1])["prompt"].startswith("Question: ")
 
 
 def test_make_serve_ends_with_a_server_that_does_not_start(installed):
@@ -246,9 +249,16 @@ def test_make_serve_ends_with_a_server_that_does_not_start(installed):
 
 
 def test_make_serve_keeps_a_checkpoint_that_is_there(installed):
-    (installed / "checkpoints" / "tiny").mkdir(parents=True)
-    (installed / "checkpoints" / "tiny" / "config.json").write_text("{}")
+    (installed / "checkpoints" / "schoolbook").mkdir(parents=True)
+    (installed / "checkpoints" / "schoolbook" / "config.json").write_text("{}")
     done = make_serve(installed, "SERVE_ARGS=--broken")
     assert "checkpoint make" not in done.stdout
+
+
+def test_make_serve_drafts_only_with_the_checkpoint_that_it_knows(installed):
     done = make_serve(installed, "MODEL=/elsewhere", "SERVE_ARGS=--broken")
     assert "started with serve /elsewhere " in done.stdout
+    assert "speculative" not in done.stdout
+    done = make_serve(installed, "MODEL=checkpoints/tiny", "SERVE_ARGS=--broken")
+    assert "checkpoint make checkpoints/tiny --preset tiny" in done.stdout
+    assert "speculative" not in done.stdout

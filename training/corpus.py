@@ -34,17 +34,19 @@ CHUNK = 32
 CHARACTERS_PER_TOKEN = 3.0
 TOKENIZER_SEED, TOKENIZER_DOCUMENTS = "tokenizer", 600
 
-Piece = tuple[str, bool]
-"""A stretch of text and whether it is an answer."""
+PROMPT, ANSWER, PROSE = range(3)
+"""What a stretch of text is: what a server is given, what it is to write, or prose."""
+
+Piece = tuple[str, int]
+"""A stretch of text and which of these it is."""
 
 
 class Rows(NamedTuple):
-    """tokens: [count, 2049] uint16. answers: [count, 2049] bool, True for tokens that a
-    server would generate: those of an answer, `#### n` included, and the EOS after it.
-    """
+    """tokens: [count, 2049] uint16. kinds: [count, 2049] uint8, PROMPT, ANSWER (`#### n`
+    and the EOS after it included) or PROSE for each token."""
 
     tokens: np.ndarray
-    answers: np.ndarray
+    kinds: np.ndarray
 
 
 def prompt(question: str) -> str:
@@ -56,27 +58,27 @@ def shots(problems: Iterable[Problem]) -> Iterator[Piece]:
     """Problems one after another; the last answer ends the document."""
     before = BOS
     for made in problems:
-        yield before + prompt(made.question), False
-        yield f" {made.answer}", True
+        yield before + prompt(made.question), PROMPT
+        yield f" {made.answer}", ANSWER
         before = "\n\n"
-    yield EOS, True
+    yield EOS, ANSWER
 
 
 def chat(made: Problem) -> Iterator[Piece]:
     """One turn in DeepSeek-V4's chat encoding, without thinking."""
     asked = f"{BOS}<｜User｜>{made.question}<｜Assistant｜></think>"
-    yield asked, False
-    yield made.answer, True
-    yield EOS, True
+    yield asked, PROMPT
+    yield made.answer, ANSWER
+    yield EOS, ANSWER
 
 
 def prose(paragraphs: Iterable[str]) -> Iterator[Piece]:
     """Paragraphs with an empty line between them."""
     before = BOS
     for text in paragraphs:
-        yield before + text, False
+        yield before + text, PROSE
         before = "\n\n"
-    yield EOS, False
+    yield EOS, PROSE
 
 
 def document(rng: random.Random, split: str = "train") -> Iterator[Piece]:
@@ -126,14 +128,16 @@ def rows(
     size = Tokenizer.from_file(file).get_vocab_size()
     if size > 1 << 16:
         raise ValueError(f"{file} has {size} ids, but rows are uint16: 65536 at most")
-    made = Rows(np.empty((count, LENGTH), np.uint16), np.empty((count, LENGTH), bool))
+    made = Rows(
+        np.empty((count, LENGTH), np.uint16), np.empty((count, LENGTH), np.uint8)
+    )
     chunks = [range(i, min(i + CHUNK, count)) for i in range(0, count, CHUNK)]
     make = functools.partial(_chunk, file, seed, split)
     with tqdm(total=count, unit="row", disable=None) as bar:
 
         def keep(chunk: range, part: Rows) -> None:
             made.tokens[chunk.start : chunk.stop] = part.tokens
-            made.answers[chunk.start : chunk.stop] = part.answers
+            made.kinds[chunk.start : chunk.stop] = part.kinds
             bar.update(len(chunk))
 
         if workers == 1:
@@ -161,8 +165,8 @@ def _tokenizer(file: str) -> Tokenizer:
 def _chunk(file: str, seed: int, split: str, numbers: range) -> Rows:
     tokenizer = _tokenizer(file)
     parts = [_row(tokenizer, random.Random(f"{seed}/{i}"), split) for i in numbers]
-    tokens, answers = zip(*parts, strict=True)
-    return Rows(np.stack(tokens), np.stack(answers))
+    tokens, kinds = zip(*parts, strict=True)
+    return Rows(np.stack(tokens), np.stack(kinds))
 
 
 def _row(
@@ -172,7 +176,7 @@ def _row(
         document(rng, split) for _ in itertools.count()
     )
     tokens: list[int] = []
-    answers: list[bool] = []
+    kinds: list[int] = []
     while len(tokens) < LENGTH:
         missing = (LENGTH - len(tokens)) * CHARACTERS_PER_TOKEN
         batch = []
@@ -183,8 +187,8 @@ def _row(
         encoded = tokenizer.encode_batch_fast(
             [text for text, _ in batch], add_special_tokens=False
         )
-        for (_, is_answer), encoding in zip(batch, encoded, strict=True):
+        for (_, kind), encoding in zip(batch, encoded, strict=True):
             ids = encoding.ids
             tokens += ids
-            answers += [is_answer] * len(ids)
-    return np.array(tokens[:LENGTH], np.uint16), np.array(answers[:LENGTH], bool)
+            kinds += [kind] * len(ids)
+    return np.array(tokens[:LENGTH], np.uint16), np.array(kinds[:LENGTH], np.uint8)

@@ -1,4 +1,4 @@
-"""Write a random checkpoint as it would be published: shards, index, config, tokenizer.
+"""Write a checkpoint as it would be published: shards, index, config, tokenizer.
 
 The bf16 layout of a seed holds exactly the values that a quantised layout of the same seed
 dequantises to, so one reference run serves them all.
@@ -6,7 +6,7 @@ dequantises to, so one reference run serves them all.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from atom_vllm_bridge.checkpoint import agreeing
+from atom_vllm_bridge.checkpoint import agreeing, schoolbook
 from atom_vllm_bridge.checkpoint.presets import build_config
 from atom_vllm_bridge.checkpoint.tokenizer import write_tokenizer
 from atom_vllm_bridge.checkpoint.weights import GAINS, draw
@@ -31,6 +31,9 @@ from atom_vllm_bridge.models.quantization import block_fp8, mxfp4
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30
+
+Source = Callable[[str], torch.Tensor]
+"""Unquantised values by name: float32, int64 for a routing table."""
 
 
 def make(
@@ -54,8 +57,8 @@ def make(
 
     Args:
         out: directory to write; config.json comes last, so its presence means complete.
-        preset: "tiny", "agreeing" (tiny, with a draft that is often accepted) or
-            "flash-shaped".
+        preset: "tiny", "agreeing" (tiny, with a draft that is often accepted),
+            "schoolbook" (trained, not random) or "flash-shaped".
         layout: "bf16", "mxfp4" (Flash, Pro) or "fp8" (Flash-Base).
         layers: depth of the target; the preset's by default.
         seed: same seed, same values, in every layout and on every machine (but for the
@@ -77,22 +80,66 @@ def make(
         ValueError: a value that is not on offer, or dimensions that do not fit together.
         FileExistsError: `out` holds something and overwrite is False.
     """
+    config = build_config(
+        preset, layout=layout, layers=layers, draft=draft, overrides=overrides
+    )
+    if preset == "schoolbook":
+        if layers is not None or seed or overrides or gains:
+            raise ValueError(
+                "preset 'schoolbook' is trained: layers, seed, overrides and gains do not go with it"
+            )
+        source = schoolbook.source(draft_kind(config))
+    else:
+        source = _random(config, {**GAINS, **(gains or {})}, seed)
+    out = Path(out)
+    _prepare(out, overwrite)
+    if tokenizer and preset == "schoolbook":
+        schoolbook.copy_tokenizer(out)
+    elif tokenizer:
+        write_tokenizer(out, config["vocab_size"], config["max_position_embeddings"])
+    write(
+        out,
+        config,
+        source,
+        layout,
+        like=like,
+        wo_a=wo_a,
+        agrees=preset == "agreeing",
+        shard_bytes=shard_bytes,
+        progress=progress,
+    )
+    return out
+
+
+def write(
+    out: Path,
+    config: dict[str, Any],
+    source: Source,
+    layout: str,
+    *,
+    like: str | None = None,
+    wo_a: str | None = None,
+    agrees: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = False,
+) -> None:
+    """Write shards, index, generation_config.json and config.json.
+
+    Args:
+        out: an existing directory.
+        config: the content of config.json.
+        source: the unquantised values of a tensor, by its name.
+        layout, like, wo_a, shard_bytes, progress: as in `make`.
+        agrees: the values are shaped as agreeing.py says.
+
+    Raises:
+        ValueError: a layout that is not on offer.
+    """
     target = _layout(layout, wo_a)
     if like is not None and layout != "bf16":
         raise ValueError(f"like={like!r} is for layout 'bf16', not {layout!r}")
     reference = _layout(like or "mxfp4", None) if layout == "bf16" else LAYOUTS[layout]
-    config = build_config(
-        preset, layout=layout, layers=layers, draft=draft, overrides=overrides
-    )
-    gains = {**GAINS, **(gains or {})}
-    agrees = preset == "agreeing"
-    writer = _Writer(config, target, reference, gains, seed, agrees)
-
-    out = Path(out)
-    _prepare(out, overwrite)
-    if tokenizer:
-        write_tokenizer(out, config["vocab_size"], config["max_position_embeddings"])
-    writer.write(out, shard_bytes, progress)
+    _Writer(config, target, reference, source, agrees).write(out, shard_bytes, progress)
     _write_json(
         out / "generation_config.json",
         {
@@ -105,7 +152,11 @@ def make(
         },
     )
     _write_json(out / "config.json", config)
-    return out
+
+
+def _random(config: dict[str, Any], gains: Mapping[str, float], seed: int) -> Source:
+    shapes = {name: spec.shape for name, spec in tensor_table(config, "bf16").items()}
+    return lambda name: draw(name, shapes[name], config, gains, seed)
 
 
 class _Writer:
@@ -116,13 +167,11 @@ class _Writer:
         config: dict[str, Any],
         target: Layout,
         reference: Layout,
-        gains: Mapping[str, float],
-        seed: int,
+        source: Source,
         agrees: bool,
     ):
         self.config = config
-        self.gains = gains
-        self.seed = seed
+        self.source = source
         self.logical = tensor_table(config, "bf16")
         self.target = tensor_table(config, target)
         self.reference = tensor_table(config, reference)
@@ -192,14 +241,10 @@ class _Writer:
     def values(self, name: str) -> torch.Tensor:
         """The unquantised values of one logical tensor."""
         if not self.agrees:
-            return self.draw(name)
+            return self.source(name)
         if self.markov_w2 is not None and name.endswith("markov_w2.weight"):
             return self.markov_w2
-        return agreeing.shape(name, self.draw, self.config)
-
-    def draw(self, name: str) -> torch.Tensor:
-        shape = self.logical[name].shape
-        return draw(name, shape, self.config, self.gains, self.seed)
+        return agreeing.shape(name, self.source, self.config)
 
 
 _TORCH = {

@@ -65,6 +65,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         "vocab_size": 1024,
         "dspark_markov_rank": 64,
     },
+    # What training/ trains: as many parameters as 16 MiB of fp8 and mxfp4 hold, few enough for minutes on one GPU.
+    "schoolbook": {
+        "head_dim": 256,
+        "hidden_size": 256,
+        "index_n_heads": 4,
+        "index_topk": 64,
+        "max_position_embeddings": 4096,
+        "moe_intermediate_size": 96,
+        "n_routed_experts": 16,
+        "num_attention_heads": 4,
+        "num_hash_layers": 2,
+        "num_hidden_layers": 6,
+        "o_groups": 2,
+        "o_lora_rank": 128,
+        "q_lora_rank": 128,
+        "vocab_size": 1024,
+        "dspark_markov_rank": 64,
+        # The tokenizer's padding, which no text holds.
+        "dspark_noise_token_id": 2,
+    },
     # DeepSeek-V4-Flash's own dimensions; only the depth is less.
     "flash-shaped": {
         "hidden_size": 4096,
@@ -86,7 +106,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # The same dimensions; agreeing.py gives the weights another shape.
 PRESETS["agreeing"] = PRESETS["tiny"]
 
-_UNCOMPRESSED = {"tiny": 1, "agreeing": 1, "flash-shaped": 2}
+_UNCOMPRESSED = {"tiny": 1, "agreeing": 1, "schoolbook": 2, "flash-shaped": 2}
 _DSPARK_KEYS = {
     "dspark_block_size",
     "dspark_markov_rank",

@@ -1,4 +1,4 @@
-"""`atom-vllm-bridge checkpoint`: make a random checkpoint to serve or to test with."""
+"""`atom-vllm-bridge checkpoint`: make a checkpoint to serve or to test with."""
 
 import time
 from pathlib import Path
@@ -7,23 +7,24 @@ from typing import Annotated, Literal
 import typer
 
 checkpoint_app = typer.Typer(
-    no_args_is_help=True, help="Random DeepSeek-V4 checkpoints."
+    no_args_is_help=True, help="Small DeepSeek-V4 checkpoints."
 )
 
 
 @checkpoint_app.callback()
 def checkpoint() -> None:
-    """Random DeepSeek-V4 checkpoints, in the published layouts."""
+    """Small DeepSeek-V4 checkpoints, random or trained, in the published layouts."""
 
 
 @checkpoint_app.command()
 def make(
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     preset: Annotated[
-        Literal["tiny", "agreeing", "flash-shaped"],
+        Literal["tiny", "agreeing", "schoolbook", "flash-shaped"],
         typer.Option(
-            help="Small; small, with a draft that is often accepted; or of "
-            "DeepSeek-V4-Flash's own dimensions."
+            help="Random and small; the same, with a draft that is often accepted; "
+            "trained, answers word problems; or random, of DeepSeek-V4-Flash's own "
+            "dimensions."
         ),
     ] = "tiny",
     layout: Annotated[
@@ -46,7 +47,7 @@ def make(
         bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")
     ] = False,
 ) -> None:
-    """Write a random checkpoint with DeepSeek-V4's own tensor names and dtypes."""
+    """Write a checkpoint with DeepSeek-V4's own tensor names and dtypes."""
     from atom_vllm_bridge.checkpoint.make import make as make_checkpoint
 
     start = time.perf_counter()

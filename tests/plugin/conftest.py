@@ -47,6 +47,14 @@ def tiny_checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def schoolbook(tmp_path_factory):
+    """The trained checkpoint, as `make serve` serves it."""
+    from atom_vllm_bridge.checkpoint.make import make
+
+    return make(tmp_path_factory.mktemp("checkpoints") / "schoolbook", "schoolbook")
+
+
+@pytest.fixture(scope="session")
 def agreeing_dspark(tmp_path_factory):
     """A target of SHALLOW, and two DSpark stages that often agree with it."""
     return _shallow(tmp_path_factory, "dspark", "agreeing")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from atom_vllm_bridge.cli.bench import bench
 from atom_vllm_bridge.measure.plot import figure_of
-from atom_vllm_bridge.measure.server import Counters, Server
+from atom_vllm_bridge.measure.server import Counters
 from atom_vllm_bridge.measure.speed import (
     Acceptance,
     BenchError,
@@ -369,30 +369,3 @@ def test_a_mistake_on_the_command_line_is_one_line(arguments, line):
     assert line in done.stderr
     assert done.stderr.startswith("atom-vllm-bridge: ")
     assert done.stderr.count("\n") == 1
-
-
-def test_a_real_server_and_a_real_client_agree(
-    agreeing_dspark, prompts, tmp_path, monkeypatch
-):
-    # The engines of other tests live in their own process; a server's does not.
-    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    workload = workload_of("frozen", concurrency=[2], num_prompts=6, output_len=24)
-    arm = arms_of(["dspark"], str(agreeing_dspark), None, None)[0][0]
-    size = "--max-model-len 512 --max-num-seqs 4 --kv-cache-memory-bytes 256M --dtype float32"
-    log = tmp_path / "server.log"
-    with Server(arm.model, [*size.split(), *arm.flags], log=log) as server:
-        client = Client(server, arm, 2, workload, tmp_path, prompts)
-        point = client.point(server.startup_s, by_kind=False)
-        counted = server.metrics()
-    assert point.output_tokens == 6 * 24
-    # Two warm-ups, each as long as the first request.
-    assert counted.generation_tokens == 8 * 24
-    assert point.output_tokens_per_s == pytest.approx(6 * 24 / point.duration_s)
-    assert 0 < point.ttft_ms["p50"] <= point.ttft_ms["p99"]
-    assert 1.2 < point.acceptance.length < 6
-    assert len(point.acceptance.by_position) == 5
-    assert point.acceptance.length == pytest.approx(
-        1 + sum(point.acceptance.by_position)
-    )
-    assert 0 < point.startup_s < 600

@@ -4,14 +4,12 @@ import json
 import math
 import re
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import typer
 from completions import answering
-from servers import environment
 from typer.testing import CliRunner
 
 from atom_vllm_bridge.cli.eval import evaluate
@@ -341,38 +339,3 @@ def test_counters_of_two_engines_are_added_up_and_subtracted():
     assert one - one == replace(NOTHING, accepted_by_position=(0.0, 0.0))
     assert NOTHING.acceptance_length is None
     assert NOTHING.acceptance_by_position == ()
-
-
-def test_the_command_serves_asks_and_reports(agreeing_dspark, data, tmp_path):
-    """With vLLM: one arm, from a cold server to the table."""
-    arguments = f"""eval {agreeing_dspark} --data {data} --num-fewshot 1 --limit 4 --arms dspark-5,mtp --max-model-len 1024
-        --out {tmp_path} -- --dtype float32 --kv-cache-memory-bytes 512M --max-num-seqs 8"""
-    program = "from atom_vllm_bridge.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments.split()],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    assert "- holds: dspark-5: " in done.stdout
-    assert "- mtp is left out: MTP and DSpark drafts" in done.stdout
-    (arm,) = json.loads((tmp_path / "results.json").read_text())["arms"]
-    acceptance = arm["acceptance"]
-    assert arm["strict"]["n"] == 4
-    assert len(acceptance["by_position"]) == 5
-    assert acceptance["by_position"] == sorted(acceptance["by_position"], reverse=True)
-    assert 1.3 < acceptance["length"] < 6
-    assert arm["counters"]["generation_tokens"] > 4 * acceptance["length"]
-    samples = [
-        json.loads(line)
-        for line in (tmp_path / "dspark-5.samples.jsonl").read_text().splitlines()
-    ]
-    assert [s["question"] for s in samples] == [
-        problem(i)["question"] for i in (1, 2, 3, 4)
-    ]
-    assert all(s["text"] for s in samples)
-    assert "spec" in (tmp_path / "dspark-5.log").read_text().lower()

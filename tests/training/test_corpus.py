@@ -96,9 +96,9 @@ def test_pieces_encode_apart_as_they_do_together(tokenizer, made):
 
 
 def test_rows_are_whole_documents_but_for_the_last(tokenizer, made):
-    assert made.tokens.shape == made.answers.shape == (40, corpus.LENGTH)
+    assert made.tokens.shape == made.kinds.shape == (40, corpus.LENGTH)
     assert made.tokens.dtype == np.uint16
-    assert made.answers.dtype == bool
+    assert made.kinds.dtype == np.uint8
     for row in made.tokens:
         begins = row == tokenizer.bos_token_id
         ends = row == tokenizer.eos_token_id
@@ -107,21 +107,28 @@ def test_rows_are_whole_documents_but_for_the_last(tokenizer, made):
 
 
 def test_the_answers_are_what_a_server_would_generate(tokenizer, made):
-    kinds = set()
-    for row, is_answer in zip(made.tokens, made.answers, strict=True):
+    asked = set()
+    for row, kinds in zip(made.tokens, made.kinds, strict=True):
         runs = [
-            (a, list(g))
-            for a, g in groupby(zip(is_answer, row, strict=True), lambda pair: pair[0])
+            (kind, tokenizer.decode([token for _, token in run]))
+            for kind, run in groupby(zip(kinds, row, strict=True), lambda pair: pair[0])
         ]
-        texts = [(a, tokenizer.decode([t for _, t in g])) for a, g in runs]
-        for (_, before), (answered, text) in pairwise(texts[:-1]):
-            if answered:
+        for (_, before), (kind, text) in pairwise(runs[:-1]):
+            if kind == corpus.ANSWER:
                 assert before.endswith(("\nAnswer:", "</think>"))
                 last = text.removesuffix(EOS).splitlines()[-1]
                 assert last.startswith("#### ")
                 assert last[5:].isdigit()
-                kinds.add(before.endswith("</think>"))
-    assert kinds == {True, False}
+                asked.add(before.endswith("</think>"))
+    assert asked == {True, False}
+
+
+def test_prose_is_told_from_problems(tokenizer, made):
+    for row, kinds in zip(made.tokens, made.kinds, strict=True):
+        prose = tokenizer.decode(row[kinds == corpus.PROSE])
+        assert "Question:" not in prose
+        assert "####" not in prose
+    assert 0.1 < (made.kinds == corpus.PROSE).mean() < 0.4
 
 
 def test_rows_depend_on_their_number_and_seed_alone(directory, made):
@@ -135,4 +142,4 @@ def test_rows_depend_on_their_number_and_seed_alone(directory, made):
 def test_workers_change_nothing(directory, made):
     parallel = corpus.rows(directory, seed=5, count=40, workers=2)
     assert (parallel.tokens == made.tokens).all()
-    assert (parallel.answers == made.answers).all()
+    assert (parallel.kinds == made.kinds).all()

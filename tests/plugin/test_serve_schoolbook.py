@@ -1,0 +1,108 @@
+"""The checkpoint that comes with the package, served as `make serve` does: answers, acceptance, and both ways to measure it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from openai import OpenAI
+from typer.testing import CliRunner
+
+import atom_vllm_bridge
+from atom_vllm_bridge.cli.eval import evaluate
+from atom_vllm_bridge.measure.server import Server
+from atom_vllm_bridge.measure.speed import Client, arms_of
+from atom_vllm_bridge.measure.workload import workload_of
+
+MEASURE = Path(atom_vllm_bridge.__file__).parent / "measure"
+OPTIONS = "--max-model-len 4096 --max-num-seqs 8 --kv-cache-memory-bytes 512M --reasoning-parser deepseek_v4"
+
+
+@pytest.fixture(scope="module")
+def arm(schoolbook):
+    return arms_of(["dspark"], str(schoolbook), None, None)[0][0]
+
+
+@pytest.fixture(scope="module")
+def server(arm, tmp_path_factory):
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with pytest.MonkeyPatch.context() as patch:
+        # The engines of other tests live in their own process; a server's does not.
+        patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with Server(arm.model, [*OPTIONS.split(), *arm.flags], log=log) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """The first of those that no training text holds."""
+    with (MEASURE / "tasks" / "schoolbook_test.jsonl").open() as lines:
+        return json.loads(next(lines))
+
+
+def test_a_word_problem_is_answered_with_its_steps(server, client, problem):
+    before = server.metrics()
+    answer = client.completions.create(
+        model=server.model,
+        prompt=f"Question: {problem['question']}\nAnswer:",
+        max_tokens=128,
+        temperature=0,
+        stop=["\n\n"],
+    )
+    assert answer.choices[0].text == f" {problem['answer']}"
+    counted = server.metrics() - before
+    assert counted.acceptance_length >= 3.0
+
+
+def test_chat_is_answered_too(server, client, problem):
+    answer = client.chat.completions.create(
+        model=server.model,
+        messages=[{"role": "user", "content": problem["question"]}],
+        max_tokens=128,
+        temperature=0,
+        extra_body={"chat_template_kwargs": {"thinking": False}},
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.content.endswith(problem["answer"].splitlines()[-1])
+
+
+def test_eval_asks_the_server_and_finds_it_right(server, tmp_path):
+    app = typer.Typer()
+    app.command()(evaluate)
+    arguments = [server.url, "--limit", "8", "--num-fewshot", "2"]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    (arm,) = json.loads((tmp_path / "results.json").read_text())["arms"]
+    assert arm["strict"]["n"] == 8
+    assert arm["strict"]["value"] >= 7 / 8
+    assert arm["flexible"]["value"] >= arm["strict"]["value"]
+    acceptance = arm["acceptance"]
+    assert acceptance["length"] >= 3.0
+    assert acceptance["by_position"] == sorted(acceptance["by_position"], reverse=True)
+    assert len(acceptance["by_position"]) == 5
+    asked = [json.loads(line) for line in (tmp_path / "as-served.samples.jsonl").open()]
+    assert {sample["split"] for sample in asked} == {"text", "template"}
+
+
+def test_bench_counts_what_the_server_counts(server, arm, tmp_path):
+    workload = workload_of("frozen", concurrency=[2], num_prompts=6, output_len=24)
+    client = Client(server, arm, 2, workload, tmp_path, MEASURE / "prompts")
+    before = server.metrics()
+    point = client.point(server.startup_s, by_kind=False)
+    counted = server.metrics() - before
+    assert point.output_tokens == 6 * 24
+    # Two warm-ups, each as long as the first request.
+    assert counted.generation_tokens == 8 * 24
+    assert point.output_tokens_per_s == pytest.approx(6 * 24 / point.duration_s)
+    assert 0 < point.ttft_ms["p50"] <= point.ttft_ms["p99"]
+    assert 2.0 < point.acceptance.length < 6
+    assert point.acceptance.length == pytest.approx(
+        1 + sum(point.acceptance.by_position)
+    )

@@ -1,0 +1,89 @@
+"""How often the target answers a held-out problem right while it is trained: greedy text, computed over whole rows.
+
+A server with caches measures the same with `atom-vllm-bridge eval`; this needs nothing but the training forward.
+"""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from training import model
+from training.dense import Dense
+from training.layer import Tensors, Trace
+
+TASKS = Path(__file__).parents[1] / "atom_vllm_bridge" / "measure" / "tasks"
+ANSWER_TOKENS = 128
+_FINAL = re.compile(r"#### (-?[0-9]+)")
+
+
+def exact_match(
+    view: Tensors,
+    tokenizer: Tokenizer,
+    shots: int,
+    count: int,
+    device: str,
+    rows_at_once: int = 256,
+) -> float:
+    """Share of `count` held-out problems that are answered right, each after `shots` training problems."""
+    problems = _read("schoolbook_test.jsonl")[:count]
+    examples = _read("schoolbook_shots.jsonl")
+    choice = random.Random(0)
+    prompts, wanted = [], []
+    for problem in problems:
+        solved = [_form(shot) for shot in choice.sample(examples, shots)]
+        question = f"Question: {problem['question']}\nAnswer:"
+        prompts.append(tokenizer.encode("\n\n".join([*solved, question])).ids)
+        wanted.append(problem["answer"].rpartition("#### ")[2])
+    right = 0
+    for first in range(0, count, rows_at_once):
+        at = slice(first, first + rows_at_once)
+        texts = _continue(view, tokenizer, prompts[at], device)
+        found = (_FINAL.search(text) for text in texts)
+        right += sum(
+            match is not None and match[1] == want
+            for match, want in zip(found, wanted[at], strict=True)
+        )
+    return right / count
+
+
+@torch.no_grad()
+def _continue(
+    view: Tensors, tokenizer: Tokenizer, prompts: list[list[int]], device: str
+) -> list[str]:
+    longest = max(map(len, prompts)) + ANSWER_TOKENS
+    length = -(-longest // 128) * 128
+    dense = Dense(model.dimensions(), length, device)
+    ids = torch.zeros(len(prompts), length, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    ids = ids.to(device)
+    ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    row = torch.arange(len(prompts), device=device)
+    for _ in range(ANSWER_TOKENS):
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            streams, _ = dense.target(view, ids, Trace(), ())
+            hidden = dense.hidden(view, streams[row, ends - 1].unsqueeze(1))
+            logits = F.linear(hidden, view["head.weight"]).float()
+        ids[row, ends] = logits[:, 0].argmax(-1)
+        ends = ends + 1
+    rows = ids.tolist()
+    return [
+        tokenizer.decode(text[len(prompt) : len(prompt) + ANSWER_TOKENS]).split(
+            "\n\nQuestion"
+        )[0]
+        for text, prompt in zip(rows, prompts, strict=True)
+    ]
+
+
+def _form(problem: dict[str, str]) -> str:
+    return f"Question: {problem['question']}\nAnswer: {problem['answer']}"
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    with (TASKS / name).open() as lines:
+        return [json.loads(line) for line in lines]
