@@ -23,11 +23,12 @@ TOOLS := $(VENV)/.tools-installed
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help install serve test lint docs clean
+.PHONY: help install checkpoints serve test lint docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make serve     serve $(MODEL) on port $(PORT); PORT=, MODEL=, DRAFT=, SERVE_ARGS= change it'
+	@echo 'make checkpoints  lay out schoolbook and schoolbook-mtp, which eval and bench compare'
 	@echo 'make test      run the tests on the CPU; PYTEST_ARGS= is passed on'
 	@echo 'make lint      black, ruff, mypy for 3.11 to 3.13, import-linter'
 	@echo 'make docs      write the pages that are made from the code'
@@ -61,8 +62,15 @@ $(TOOLS): $(SERVER)
 
 # checkpoints/<preset>, made when it is asked for.
 PRESETS := schoolbook tiny agreeing
+MADE_HERE := $(PRESETS:%=checkpoints/%) $(PRESETS:%=checkpoints/%-mtp)
 checkpoints/%/config.json: | $(SERVER)
 	@$(BIN)/atom-vllm-bridge checkpoint make checkpoints/$* --preset $*
+
+# The same with an MTP layer in place of the DSpark stages.
+checkpoints/%-mtp/config.json: | $(SERVER)
+	@$(BIN)/atom-vllm-bridge checkpoint make checkpoints/$*-mtp --preset $* --draft mtp
+
+checkpoints: checkpoints/schoolbook/config.json checkpoints/schoolbook-mtp/config.json
 
 # Prints the request to try once the server answers; ends with the server.
 define ANNOUNCE
@@ -86,8 +94,8 @@ endef
 export ANNOUNCE
 
 # A checkpoint made here is served in 2 GiB of memory, and schoolbook with its draft; another model in what the platform finds.
-MADE := $(filter $(PRESETS:%=checkpoints/%),$(MODEL))
-SIZE := $(if $(MADE),--max-model-len $(if $(filter %/schoolbook,$(MADE)),4096,32768) --kv-cache-memory-bytes 1G,--max-model-len auto)
+MADE := $(filter $(MADE_HERE),$(MODEL))
+SIZE := $(if $(MADE),--max-model-len $(if $(findstring schoolbook,$(MADE)),4096,32768) --kv-cache-memory-bytes 1G,--max-model-len auto)
 DRAFT ?= $(if $(filter %/schoolbook,$(MADE)),--speculative-config '{"method": "dspark"}')
 
 serve: $(SERVER) $(if $(MADE),$(MODEL)/config.json)
@@ -108,4 +116,4 @@ docs: $(SERVER)
 	$(BIN)/python -m atom_vllm_bridge.settings > docs/settings.md
 
 clean:
-	rm -rf $(PRESETS:%=checkpoints/%) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(MADE_HERE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
