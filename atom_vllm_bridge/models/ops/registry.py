@@ -12,6 +12,7 @@ import importlib.util
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -59,8 +60,8 @@ def _load_torch(stem: str) -> Op:
     return getattr(importlib.import_module(f"{torch_ops.__name__}.{stem}"), stem)
 
 
-def _load_numba(stem: str) -> Op | None:
-    name = f"{__package__}.numba.{stem}"
+def _load_from(folder: str, stem: str) -> Op | None:
+    name = f"{__package__}.{folder}.{stem}"
     if importlib.util.find_spec(name) is None:
         return None
     return getattr(importlib.import_module(name), stem)
@@ -72,9 +73,16 @@ def _numba_refusal(device: torch.device) -> str | None:
     return None if importlib.util.find_spec("numba") else "is not installed"
 
 
+def _triton_refusal(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "is for GPUs"
+    return None if importlib.util.find_spec("triton") else "is not installed"
+
+
 _providers: dict[str, Provider] = {
     "torch": Provider("torch", _load_torch, lambda device: None),
-    "numba": Provider("numba", _load_numba, _numba_refusal),
+    "numba": Provider("numba", partial(_load_from, "numba"), _numba_refusal),
+    "triton": Provider("triton", partial(_load_from, "triton"), _triton_refusal),
 }
 _preferred: tuple[str, ...] = ()
 _pinned: dict[str, str] = {}
