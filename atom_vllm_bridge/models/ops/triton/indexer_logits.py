@@ -1,0 +1,135 @@
+"""ops/torch/indexer_logits.py in one kernel: products of all heads are weighed and summed where they arise.
+
+A program reads a block of a tile's entries once and scores it for the tile's queries, one after another; where tiles and
+blocks are too few to fill the device, queries are spread over programs too.
+
+Where rows are not float32, the product is of bfloat16 with float32 sums.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from atom_vllm_bridge.models.ops.torch import indexer_logits as reference
+from atom_vllm_bridge.models.ops.triton.stored_rows import (
+    format_of,
+    layout,
+    product_type,
+    read_rows,
+    readable,
+)
+from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
+
+# Programs to have before entries and queries are cut no finer.
+PROGRAMS = 264
+# Launch hints by what is multiplied: entries a block where there are many and where few, heads a block, warps, stages.
+HINTS = {
+    tl.float32: (32, 32, 32, 4, 1),
+    tl.bfloat16: (128, 32, 64, 4, 2),
+}
+
+
+def indexer_logits(
+    query: torch.Tensor,
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    codec: RowCodec,
+) -> torch.Tensor:
+    if (
+        torch.is_grad_enabled()
+        and (query.requires_grad or weight.requires_grad)
+        or query.dtype != torch.float32
+        or weight.dtype != torch.float32
+        or not readable(rows, codec)
+    ):
+        return reference.indexer_logits(query, weight, rows, ids, codec)
+    tiles, queries, heads, dim = query.shape
+    entries = ids.shape[1]
+    out = query.new_empty(tiles, queries, entries)
+    if out.numel() == 0:
+        return out
+    product = product_type(_score, codec)
+    many, few, most_heads, warps, stages = HINTS[product]
+    block_e = many if tiles * triton.cdiv(entries, many) >= PROGRAMS else few
+    programs = tiles * triton.cdiv(entries, block_e)
+    per_program = triton.cdiv(queries, triton.cdiv(PROGRAMS, programs))
+    where = layout(rows)
+    _score[
+        (programs // tiles, tiles, triton.cdiv(queries, per_program))
+    ](
+        query.contiguous(),
+        weight.contiguous(),
+        rows,
+        ids.contiguous(),
+        out,
+        queries,
+        entries,
+        per_program,
+        where["block_stride"],
+        HEADS=heads,
+        PRODUCT=product,
+        PER_BLOCK=where["PER_BLOCK"],
+        ROW_STRIDE=where["ROW_STRIDE"],
+        BLOCK_E=block_e,
+        BLOCK_H=min(most_heads, max(16, triton.next_power_of_2(heads))),
+        num_warps=warps,
+        num_stages=stages,
+        **format_of(codec),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["queries", "entries", "per_program"])
+def _score(
+    query,
+    weight,
+    rows,
+    ids,
+    out,
+    queries,
+    entries,
+    per_program,
+    block_stride,
+    HEADS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    tile = tl.program_id(1).to(tl.int64)
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    inside = e < entries
+    key = read_rows(
+        rows,
+        tl.load(ids + tile * entries + e, mask=inside, other=0),
+        inside,
+        block_stride,
+        PER_BLOCK,
+        ROW_STRIDE,
+        FORMAT,
+        DIM,
+        ROPE_DIM,
+        BLOCK_D,
+    ).to(PRODUCT)
+    column = tl.arange(0, BLOCK_D)
+    first = tl.program_id(2) * per_program
+    for q in range(first, tl.minimum(first + per_program, queries)):
+        at = tile * queries + q
+        score = tl.zeros((BLOCK_E,), tl.float32)
+        for begin in tl.static_range(0, HEADS, BLOCK_H):
+            head = begin + tl.arange(0, BLOCK_H)
+            x = tl.load(
+                query + (at * HEADS + head)[:, None] * DIM + column[None, :],
+                mask=(head < HEADS)[:, None] & (column < DIM)[None, :],
+                other=0.0,
+            )
+            w = tl.load(weight + at * HEADS + head, mask=head < HEADS, other=0.0)
+            part = tl.dot(key, tl.trans(x.to(PRODUCT)), input_precision="ieee")
+            score += tl.sum(tl.maximum(part, 0.0) * w[None, :], 1)
+        tl.store(out + at * entries + e, score, mask=inside)
