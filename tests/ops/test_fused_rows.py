@@ -7,6 +7,7 @@ from atom_vllm_bridge.models.ops.registry import providers_of, resolve_from
 from atom_vllm_bridge.models.ops.torch.hc_pre import hc_pre
 from atom_vllm_bridge.models.ops.torch.rms_norm import rms_norm
 from atom_vllm_bridge.models.ops.torch.rope import rope
+from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec, raw
 
 EPS = 1e-6
 
@@ -32,14 +33,15 @@ def test_a_stored_key_is_normed_rotated_and_encoded(provider, storage, dtype):
 
     x, weight = draw(4, 16).to(dtype)[:, 4:12], draw(8, seed=1)
     turn, ids = rotation(4), torch.tensor([7, -1, 0, 12])
-    row = (8, storage) if storage else (6, torch.uint8)
-    rows = torch.full((3, 5, row[0]), 77, dtype=row[1])
+    own = RowCodec("own", 8, 0, 6, torch.uint8, encode, torch.Tensor.float)
+    codec = raw(8, storage) if storage else own
+    rows = torch.full((3, 5, codec.width), 77, dtype=codec.dtype)
     want = rows.clone()
     key = encode(rope(rms_norm(x.float(), weight, EPS), turn))
     for i, where in enumerate(ids.tolist()):
         if where >= 0:
             want.view(15, -1)[where] = key[i]
-    resolve_from(provider, "write_keys")(x, weight, EPS, turn, rows, ids, encode)
+    resolve_from(provider, "write_keys")(x, weight, EPS, turn, rows, ids, codec)
     if storage is None:
         assert (rows.int() - want.int()).abs().max() <= 1
     else:
@@ -55,7 +57,7 @@ def test_bfloat16_keys_are_rounded_as_torch_rounds(provider, value):
     weight = torch.tensor([value, 1.0, -value, 1 + 3 * 2**-8, 1.0, 1.0])
     still = torch.ones(1, 1, dtype=torch.complex64)
     resolve_from(provider, "write_keys")(
-        x, weight, 0.0, still, rows, torch.tensor([1]), torch.Tensor.bfloat16
+        x, weight, 0.0, still, rows, torch.tensor([1]), raw(6, torch.bfloat16)
     )
     torch.testing.assert_close(rows[0, 1], weight.bfloat16(), equal_nan=True)
     assert not rows[0, 0].any()

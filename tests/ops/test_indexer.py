@@ -5,6 +5,9 @@ import torch
 
 from atom_vllm_bridge.models.ops.registry import providers_of, resolve_from
 from atom_vllm_bridge.models.ops.torch import indexer_logits as logits_module
+from atom_vllm_bridge.models.quantization.kv_codecs import raw
+
+FLOAT32 = raw(8, torch.float32)
 
 
 def logits_case():
@@ -19,9 +22,7 @@ def logits_case():
 @pytest.mark.parametrize("provider", providers_of("indexer_logits"))
 def test_logits_weigh_rectified_products_of_heads(provider):
     query, weight, rows, ids = logits_case()
-    scores = resolve_from(provider, "indexer_logits")(
-        query, weight, rows, ids, torch.Tensor.float
-    )
+    scores = resolve_from(provider, "indexer_logits")(query, weight, rows, ids, FLOAT32)
     for n in range(3):
         for q in range(2):
             for e in range(7):
@@ -35,9 +36,9 @@ def test_logits_weigh_rectified_products_of_heads(provider):
 
 def test_logits_do_not_depend_on_the_batches_of_entries(monkeypatch):
     query, weight, rows, ids = logits_case()
-    whole = logits_module.indexer_logits(query, weight, rows, ids, torch.Tensor.float)
+    whole = logits_module.indexer_logits(query, weight, rows, ids, FLOAT32)
     monkeypatch.setattr(logits_module, "TEMPORARY_BYTES", 1)
-    cut = logits_module.indexer_logits(query, weight, rows, ids, torch.Tensor.float)
+    cut = logits_module.indexer_logits(query, weight, rows, ids, FLOAT32)
     torch.testing.assert_close(cut, whole)
 
 

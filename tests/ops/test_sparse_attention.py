@@ -8,6 +8,7 @@ import torch
 from atom_vllm_bridge.models.ops.registry import providers_of, resolve_from
 from atom_vllm_bridge.models.ops.torch import sparse_attention as module
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
+from atom_vllm_bridge.models.quantization.kv_codecs import raw
 
 N, Q, H, D = 4, 3, 2, 8
 
@@ -61,7 +62,7 @@ def test_visible_keys_and_the_sink_share_the_weight(provider, both, queries):
     query, sink, window, compressed = case(queries)
     scale = D**-0.5
     got = resolve_from(provider, "sparse_attention")(
-        query, sink, scale, window, compressed if both else None, torch.Tensor.float
+        query, sink, scale, window, compressed if both else None, raw(D, torch.float32)
     )
     sources = (window, compressed) if both else (window,)
     torch.testing.assert_close(
@@ -76,7 +77,7 @@ def test_bfloat16_rows_are_read_as_the_codec_reads_them(provider):
         Keys(s.rows.bfloat16(), s.ids, s.hidden, s.none) for s in (window, compressed)
     ]
     got = resolve_from(provider, "sparse_attention")(
-        query, sink, 0.3, *sources, torch.Tensor.float
+        query, sink, 0.3, *sources, raw(D, torch.bfloat16)
     )
     wide = [Keys(s.rows.float(), s.ids, s.hidden, s.none) for s in sources]
     torch.testing.assert_close(got, plain(query, sink, 0.3, wide), rtol=1e-4, atol=1e-5)
@@ -92,7 +93,7 @@ def test_a_query_that_reads_nan_keeps_it_to_itself(provider):
     window.ids[others] %= 25
     window.rows[:5].nan_to_num_(1.0)
     got = resolve_from(provider, "sparse_attention")(
-        query.contiguous(), sink, 0.3, window, compressed, torch.Tensor.float
+        query.contiguous(), sink, 0.3, window, compressed, raw(D, torch.float32)
     )
     assert got[1].isnan().all()
     want = plain(
@@ -108,10 +109,10 @@ def _at(source, tiles):
 def test_result_does_not_depend_on_the_batches_of_tiles(monkeypatch):
     query, sink, window, compressed = case()
     whole = module.sparse_attention(
-        query, sink, 0.3, window, compressed, torch.Tensor.float
+        query, sink, 0.3, window, compressed, raw(D, torch.float32)
     )
     monkeypatch.setattr(module, "TEMPORARY_BYTES", 1)
     cut = module.sparse_attention(
-        query, sink, 0.3, window, compressed, torch.Tensor.float
+        query, sink, 0.3, window, compressed, raw(D, torch.float32)
     )
     torch.testing.assert_close(cut, whole)

@@ -162,7 +162,7 @@ class Attention(Packable):
             rotation,
             window.rows,
             window.slot_ids(),
-            self.codec.kv.encode,
+            self.codec.kv,
         )
 
     def attend(
@@ -194,7 +194,7 @@ class Attention(Packable):
             self.scale,
             plan.window_keys(window, tiles, self.window),
             keys,
-            self.codec.kv.decode,
+            self.codec.kv,
         )
         return tiles.join(o)
 

@@ -77,7 +77,7 @@ class Compressor(nn.Module):
             pool.rotation,
             compressed.rows,
             pool.write,
-            self.codec.encode,
+            self.codec,
         )
 
     def weight_slots(self) -> dict[str, torch.Tensor]:

@@ -66,7 +66,7 @@ class Indexer(nn.Module):
             at = slice(first, first + step)
             ids = plan.entry_ids(index, tiles, at)
             scores = self.indexer_logits(
-                query[at], weight[at], index.rows, ids, self.codec.decode
+                query[at], weight[at], index.rows, ids, self.codec
             )
             selected.append(self.indexer_topk(scores, available[at], self.topk))
         return tiles.join(torch.cat(selected) if len(selected) > 1 else selected[0])

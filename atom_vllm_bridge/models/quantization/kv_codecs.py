@@ -26,12 +26,19 @@ class RowCodec:
     """Storage of one kind of row.
 
     Attributes:
+        name: "float32" or "bfloat16" (the values themselves), "fp8_ds_mla" or "fp8_row". A kernel that reads or writes rows
+            itself goes by it, and takes `encode` and `decode` for a name that it does not know.
+        dim: D, values of a row.
+        rope_dim: how many of them, at the end, fp8_ds_mla keeps in bfloat16; 0 for the others.
         width: elements of a stored row.
         dtype: storage dtype.
         encode: float32 [..., D] → storage [..., width].
         decode: storage [..., width] → float32 [..., D].
     """
 
+    name: str
+    dim: int
+    rope_dim: int
     width: int
     dtype: torch.dtype
     encode: Callable[[torch.Tensor], torch.Tensor]
@@ -105,7 +112,13 @@ def kv_codec(name: str, dtype: torch.dtype, dims: HeadDims) -> KVCodec:
 def raw(dim: int, dtype: torch.dtype) -> RowCodec:
     """The values themselves, rounded to `dtype`."""
     return RowCodec(
-        dim, dtype, lambda values: values.to(dtype), lambda rows: rows.float()
+        str(dtype).removeprefix("torch."),
+        dim,
+        0,
+        dim,
+        dtype,
+        lambda values: values.to(dtype),
+        lambda rows: rows.float(),
     )
 
 
@@ -147,7 +160,7 @@ def fp8_ds_mla(dim: int, rope_dim: int) -> RowCodec:
         values[..., nope:] = tail
         return values
 
-    return RowCodec(width, torch.uint8, encode, decode)
+    return RowCodec("fp8_ds_mla", dim, rope_dim, width, torch.uint8, encode, decode)
 
 
 def fp8_row(dim: int) -> RowCodec:
@@ -163,7 +176,7 @@ def fp8_row(dim: int) -> RowCodec:
         scale = row[..., dim:].contiguous().view(torch.float32)
         return row[..., :dim].view(torch.float8_e4m3fn).float() * scale
 
-    return RowCodec(dim + 4, torch.uint8, encode, decode)
+    return RowCodec("fp8_row", dim, 0, dim + 4, torch.uint8, encode, decode)
 
 
 def _scale_exponent(amax: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """ops/torch/sparse_attention.py in one call, which reads keys where they lie instead of copying them out first."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -10,6 +8,7 @@ from atom_vllm_bridge.models.ops.numba.team import Body, array, chunk_count, nex
 from atom_vllm_bridge.models.ops.rows import flat_rows
 from atom_vllm_bridge.models.ops.torch import sparse_attention as reference
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
+from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 
 # Multiplications of scores; beyond, torch's threads win.
 MOST_PRODUCTS = 8 << 20
@@ -153,7 +152,7 @@ def sparse_attention(
     scale: float,
     window: Keys,
     compressed: Keys | None,
-    decode: Callable[[torch.Tensor], torch.Tensor],
+    codec: RowCodec,
 ) -> torch.Tensor:
     width = window.ids.shape[1]
     flat = flat2 = _list(window.rows, query)
@@ -169,9 +168,7 @@ def sparse_attention(
         or not few(query)
         or query.numel() * width > MOST_PRODUCTS
     ):
-        return reference.sparse_attention(
-            query, sink, scale, window, compressed, decode
-        )
+        return reference.sparse_attention(query, sink, scale, window, compressed, codec)
     tiles, queries, heads, d = query.shape
     out, query = torch.empty_like(query), query * scale
     # Named, so that copies live as long as their addresses are used.

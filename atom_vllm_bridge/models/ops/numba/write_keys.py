@@ -1,7 +1,5 @@
 """ops/torch/write_keys.py in one call, for rows that hold the values themselves."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -10,6 +8,7 @@ from atom_vllm_bridge.models.ops.numba.rms_norm import rms_norm
 from atom_vllm_bridge.models.ops.numba.rope import rope, turn
 from atom_vllm_bridge.models.ops.numba.write_rows import write_rows
 from atom_vllm_bridge.models.ops.rows import flat_rows
+from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 
 
 @compiled()
@@ -53,7 +52,7 @@ def write_keys(
     rotation: torch.Tensor,
     rows: torch.Tensor,
     ids: torch.Tensor,
-    encode: Callable[[torch.Tensor], torch.Tensor],
+    codec: RowCodec,
 ) -> None:
     x, flat = x.float().contiguous(), flat_rows(rows)
     plain = rows.dtype in BITS and rows.shape[-1] == x.shape[-1]
@@ -68,4 +67,4 @@ def write_keys(
         )
     else:
         key = rope(rms_norm(x, weight, eps), rotation)
-        write_rows(rows, ids, encode(key))
+        write_rows(rows, ids, codec.encode(key))

@@ -3,11 +3,10 @@
 score[q, j] = Σ_h weight[q, h] · relu(query[q, h] · key[j])       (lightning indexer; DeepSeek-V4 report, section 2.3)
 """
 
-from collections.abc import Callable
-
 import torch
 
 from atom_vllm_bridge.models.ops.torch.gather_rows import gather_rows
+from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 
 # Entries are scored in batches, so that the products of all heads need no more than this at once.
 TEMPORARY_BYTES = 4 << 20
@@ -18,7 +17,7 @@ def indexer_logits(
     weight: torch.Tensor,
     rows: torch.Tensor,
     ids: torch.Tensor,
-    decode: Callable[[torch.Tensor], torch.Tensor],
+    codec: RowCodec,
 ) -> torch.Tensor:
     """Score the entries of each tile for its queries.
 
@@ -27,7 +26,7 @@ def indexer_logits(
         weight: [N, Q, H] float32, with the scales D^-½ · H^-½ in it.
         rows: [B, R, C], the indexer's cache.
         ids: [N, E] int64, rows of the entries of each tile.
-        decode: storage rows → float32 [..., D].
+        codec: of the rows.
 
     Returns:
         [N, Q, E] float32.
@@ -38,7 +37,7 @@ def indexer_logits(
     step = max(1, TEMPORARY_BYTES // (4 * tiles * (queries * heads + dim)))
     scores = []
     for part in ids.split(step, dim=1):
-        keys = decode(gather_rows(rows, part))
+        keys = codec.decode(gather_rows(rows, part))
         product = torch.bmm(query, keys.transpose(1, 2)).relu_()
         product = product.view(tiles * queries, heads, -1)
         scores.append(torch.bmm(weight, product).view(tiles, queries, -1))

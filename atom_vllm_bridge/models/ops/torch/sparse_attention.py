@@ -3,12 +3,12 @@
 o[q, h] = Σ_j w_j · key_j,   w = softmax over the visible keys and one extra logit, sink[h], of   scale · query[q, h] · key_j
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from atom_vllm_bridge.models.ops.torch.gather_rows import gather_rows
+from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 
 # Tiles are computed in batches, so that keys and scores need no more than this at once.
 TEMPORARY_BYTES = 4 << 20
@@ -38,7 +38,7 @@ def sparse_attention(
     scale: float,
     window: Keys,
     compressed: Keys | None,
-    decode: Callable[[torch.Tensor], torch.Tensor],
+    codec: RowCodec,
 ) -> torch.Tensor:
     """Attend.
 
@@ -48,7 +48,7 @@ def sparse_attention(
         scale: of the scores.
         window: the raw keys around each tile.
         compressed: the compressed keys, if the layer has any.
-        decode: storage rows → float32 [..., D].
+        codec: of the rows.
 
     Returns:
         [N, Q, H, D] float32.
@@ -64,7 +64,7 @@ def sparse_attention(
         at = slice(first, first + step)
         keys, scores = [], []
         for source in sources:
-            key = decode(gather_rows(source.rows, source.ids[at]))
+            key = codec.decode(gather_rows(source.rows, source.ids[at]))
             score = torch.bmm(query[at], key.transpose(1, 2)).mul_(scale)
             score = score.view(-1, queries, heads, key.shape[1])
             keys.append(key)

@@ -1,12 +1,11 @@
 """Norm, rotate and store keys, which are values too: raw ones of tokens, and compressed entries."""
 
-from collections.abc import Callable
-
 import torch
 
 from atom_vllm_bridge.models.ops.torch.rms_norm import rms_norm
 from atom_vllm_bridge.models.ops.torch.rope import rope
 from atom_vllm_bridge.models.ops.torch.write_rows import write_rows
+from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 
 
 def write_keys(
@@ -16,7 +15,7 @@ def write_keys(
     rotation: torch.Tensor,
     rows: torch.Tensor,
     ids: torch.Tensor,
-    encode: Callable[[torch.Tensor], torch.Tensor],
+    codec: RowCodec,
 ) -> None:
     """Store keys.
 
@@ -26,7 +25,7 @@ def write_keys(
         eps: of the norm.
         rotation: [M, P] complex64, of the last 2 · P values.
         rows, ids: where to, as in `write_rows`.
-        encode: float32 [M, D] → storage rows; for rows of float32 or bfloat16, D wide, rounding to that.
+        codec: of the rows.
     """
     key = rope(rms_norm(x.float(), weight, eps), rotation)
-    write_rows(rows, ids, encode(key))
+    write_rows(rows, ids, codec.encode(key))
