@@ -24,8 +24,8 @@ def _query_heads(
     TURNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
+    token = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
     column = tl.arange(0, BLOCK)
     at = x + token * to_token + head * dim + column
     value = tl.load(at, mask=column < dim, other=0.0).to(tl.float32)
@@ -40,12 +40,12 @@ def query_heads(
 ) -> torch.Tensor:
     tokens, width = x.shape
     dim = width // heads
-    if dim % 2 or x.stride(1) != 1 or tokens > 65535:
+    if dim % 2 or x.stride(1) != 1:
         return reference.query_heads(x, heads, eps, rotation)
     out = torch.empty((tokens, heads, dim), dtype=torch.float32, device=x.device)
     turned = rotation is not None and rotation.shape[1] > 0
     if out.numel():
-        _query_heads[(heads, tokens)](
+        _query_heads[(tokens * heads,)](
             x,
             angles(rotation) if turned else out,
             out,
