@@ -5,6 +5,7 @@ import torch
 
 from atom_vllm_bridge.models.ops.registry import providers_of, resolve_from
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
+from atom_vllm_bridge.models.quantization.kv_codecs import raw
 
 
 def draw(*shape):
@@ -26,7 +27,7 @@ def router(op, gate):
 def sparse_attention(op, sink):
     ids = torch.arange(4).view(1, 4)
     window = Keys(draw(1, 4, 8), ids, torch.zeros(1, 1, 4, dtype=torch.bool))
-    return op(draw(1, 1, 2, 8), sink, 0.3, window, None, lambda rows: rows)
+    return op(draw(1, 1, 2, 8), sink, 0.3, window, None, raw(8, torch.float32))
 
 
 CASES = [

@@ -5,7 +5,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import compiled, trained
+from atom_vllm_bridge.models.ops.gradients import trained
+from atom_vllm_bridge.models.ops.numba.few import compiled
 from atom_vllm_bridge.models.ops.numba.swiglu import gate_rows
 from atom_vllm_bridge.models.ops.numba.team import Body, array, next_chunk
 from atom_vllm_bridge.models.ops.numba.tile import product

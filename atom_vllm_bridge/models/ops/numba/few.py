@@ -22,13 +22,6 @@ def few(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def trained(*weights: torch.Tensor | None) -> bool:
-    """Whether any needs a gradient, which compiled code cannot give."""
-    return torch.is_grad_enabled() and any(
-        weight is not None and weight.requires_grad for weight in weights
-    )
-
-
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile a function at its first call, outside the GIL; machine code is kept on disk where numba finds a place for it.
 

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few, trained
+from atom_vllm_bridge.models.ops.gradients import trained
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.numba.rms_norm import NO_WEIGHT, norm_rows
 from atom_vllm_bridge.models.ops.torch import hc_pre as reference
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import trained
+from atom_vllm_bridge.models.ops.gradients import trained
 from atom_vllm_bridge.models.ops.numba.team import Body, array, chunk_count, next_chunk
 from atom_vllm_bridge.models.ops.numba.tile import product
 from atom_vllm_bridge.models.ops.panels import WIDTH

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few, trained
+from atom_vllm_bridge.models.ops.gradients import trained
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.torch import rms_norm as reference
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few, trained
+from atom_vllm_bridge.models.ops.gradients import trained
+from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.torch import router as reference
 
 

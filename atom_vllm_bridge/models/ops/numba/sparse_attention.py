@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import compiled, few, trained
+from atom_vllm_bridge.models.ops.gradients import trained
+from atom_vllm_bridge.models.ops.numba.few import compiled, few
 from atom_vllm_bridge.models.ops.numba.team import Body, array, chunk_count, next_chunk
 from atom_vllm_bridge.models.ops.rows import flat_rows
 from atom_vllm_bridge.models.ops.torch import sparse_attention as reference

@@ -2,7 +2,8 @@
 
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import compiled, trained
+from atom_vllm_bridge.models.ops.gradients import trained
+from atom_vllm_bridge.models.ops.numba.few import compiled
 from atom_vllm_bridge.models.ops.rows import flat_rows
 from atom_vllm_bridge.models.ops.torch import write_inputs as reference
 

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from atom_vllm_bridge.models.ops.numba.few import BITS, compiled, few, trained
+from atom_vllm_bridge.models.ops.gradients import trained
+from atom_vllm_bridge.models.ops.numba.few import BITS, compiled, few
 from atom_vllm_bridge.models.ops.numba.rms_norm import rms_norm
 from atom_vllm_bridge.models.ops.numba.rope import rope, turn
 from atom_vllm_bridge.models.ops.numba.write_rows import write_rows

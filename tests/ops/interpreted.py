@@ -1,0 +1,42 @@
+"""Where tests of Triton's ops run: on a GPU, or else in a process of their own, in which Triton is interpreted.
+
+Triton looks at its switch when it is imported, and other tests of this process may need it as it is.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = "ATOM_BRIDGE_TEST_INTERPRETED"
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+if os.environ.get(HERE):
+    os.environ["TRITON_INTERPRET"] = "1"
+
+runs = pytest.mark.skipif(
+    not ON_GPU and HERE not in os.environ,
+    reason="runs in a process in which Triton is interpreted",
+)
+gpu_only = pytest.mark.skipif(not ON_GPU, reason="these sizes need a GPU")
+outside = pytest.mark.skipif(
+    ON_GPU or HERE in os.environ, reason="the tests of this file run as they are"
+)
+
+
+def run_interpreted(file: str) -> None:
+    """Run the tests of a file under the interpreter; what they print is the failure."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file],
+        env={**os.environ, HERE: "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
