@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_vllm_bridge.models.ops.gradients import trained
 from atom_vllm_bridge.models.ops.torch import indexer_logits as reference
 from atom_vllm_bridge.models.ops.triton.stored_rows import (
     format_of,
@@ -24,7 +25,7 @@ from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 PROGRAMS = 264
 # Launch hints by what is multiplied: entries a block where there are many and where few, heads a block, warps, stages.
 HINTS = {
-    tl.float32: (32, 32, 32, 4, 1),
+    tl.float32: (16, 16, 16, 4, 1),
     tl.bfloat16: (128, 32, 64, 4, 2),
 }
 
@@ -37,14 +38,13 @@ def indexer_logits(
     codec: RowCodec,
 ) -> torch.Tensor:
     if (
-        torch.is_grad_enabled()
-        and (query.requires_grad or weight.requires_grad)
+        trained(query, weight)
         or query.dtype != torch.float32
         or weight.dtype != torch.float32
         or not readable(rows, codec)
     ):
         return reference.indexer_logits(query, weight, rows, ids, codec)
-    tiles, queries, heads, dim = query.shape
+    tiles, queries, heads, _ = query.shape
     entries = ids.shape[1]
     out = query.new_empty(tiles, queries, entries)
     if out.numel() == 0:
@@ -55,9 +55,7 @@ def indexer_logits(
     programs = tiles * triton.cdiv(entries, block_e)
     per_program = triton.cdiv(queries, triton.cdiv(PROGRAMS, programs))
     where = layout(rows)
-    _score[
-        (programs // tiles, tiles, triton.cdiv(queries, per_program))
-    ](
+    _score[(programs // tiles, tiles, triton.cdiv(queries, per_program))](
         query.contiguous(),
         weight.contiguous(),
         rows,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_vllm_bridge.models.ops.gradients import trained
 from atom_vllm_bridge.models.ops.torch import sparse_attention as reference
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
 from atom_vllm_bridge.models.ops.triton.stored_rows import (
@@ -26,7 +27,7 @@ from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 PROGRAMS = 132
 MOST_SPLITS = 64
 # Launch hints by what is multiplied: most (query, head) pairs a tile, keys a block, warps, stages.
-HINTS = {tl.float32: (16, 16, 4, 1), tl.bfloat16: (64, 32, 8, 2)}
+HINTS = {tl.float32: (16, 16, 8, 1), tl.bfloat16: (32, 32, 8, 2)}
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -40,16 +41,16 @@ def sparse_attention(
 ) -> torch.Tensor:
     sources = (window,) if compressed is None else (window, compressed)
     if (
-        torch.is_grad_enabled()
-        and (query.requires_grad or sink.requires_grad)
+        trained(query, sink)
         or query.dtype != torch.float32
         or not all(readable(source.rows, codec) for source in sources)
     ):
-        return reference.sparse_attention(
-            query, sink, scale, window, compressed, codec
-        )
+        return reference.sparse_attention(query, sink, scale, window, compressed, codec)
     tiles, queries, heads, dim = query.shape
     pairs = queries * heads
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
     product = product_type(_attend, codec)
     most_pairs, block_e, warps, stages = HINTS[product]
     block_m = min(most_pairs, max(16, triton.next_power_of_2(pairs)))
@@ -63,7 +64,6 @@ def sparse_attention(
     splits = triton.cdiv(blocks, per_split) if blocks else 1
 
     query, sink = query.contiguous(), sink.contiguous()
-    out = torch.empty_like(query)
     partial, state = out, out
     if splits > 1:
         partial = query.new_empty(splits, tiles * pairs, dim)
