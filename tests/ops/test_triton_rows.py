@@ -15,10 +15,16 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 class Draw:
-    """Seeded tensors on the device, the same on every device."""
+    """Seeded tensors on the device, the same on every device; memory that is free holds NaN."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)
+        # What the next outputs are allocated in holds NaN.
+        if ON_GPU:
+            [
+                torch.full((n,), torch.nan, device=DEVICE)
+                for n in (1 << 26, *[1 << 17] * 16)
+            ]
 
     def __call__(self, *shape, dtype=torch.float32):
         return torch.randn(shape, generator=self.generator).to(DEVICE, dtype)
@@ -301,7 +307,10 @@ def test_router_chooses_and_weighs(size, dtype, seed):
     bias = draw(experts)
     chosen, weights = got(x, gate, 1.5, k, bias)
     expected, expected_weights = want(x, gate, 1.5, k, bias)
-    assert torch.equal(chosen, expected)
+    # Sums in another order may exchange two experts that are all but equal.
+    score = torch.nn.functional.softplus(x.double() @ gate.double().T).sqrt() + bias
+    close(score.gather(1, chosen), score.gather(1, expected), 1e-6)
+    assert (chosen != expected).double().mean() < 0.01
     close(weights, expected_weights, 1e-5)
     table = torch.randint(experts, (tokens, k), generator=draw.generator).to(DEVICE)
     chosen, weights = got(x, gate, 1.5, k, None, table)
