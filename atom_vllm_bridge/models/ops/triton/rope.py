@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom_vllm_bridge.models.ops.gradients import trained
 from atom_vllm_bridge.models.ops.torch import rope as reference
 from atom_vllm_bridge.models.ops.triton.rotary import angles
 
@@ -43,8 +44,10 @@ def _rope(
 
 
 def turn(x: torch.Tensor, rotation: torch.Tensor, sign: int) -> bool:
-    """Turn the tails of `x` [T, ..., d] in place by `sign` times the angles; False where its strides forbid it."""
+    """Turn the tails of `x` [T, ..., d] in place by `sign` times the angles; False where strides or gradients forbid it."""
     pairs, dim = rotation.shape[-1], x.shape[-1]
+    if trained(x):
+        return False
     if x.numel() == 0 or pairs == 0:
         return True
     if x.dim() == 3:

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from atom_vllm_bridge.models.ops.torch import swiglu as reference
 from atom_vllm_bridge.models.ops.gradients import trained
+from atom_vllm_bridge.models.ops.torch import swiglu as reference
 
 BLOCK = 512
 
