@@ -56,6 +56,7 @@ class Block(nn.Module):
         self.hc_ffn = HyperConnection(config, device)
         self.ffn_norm = nn.Parameter(torch.empty(config.hidden_size, **fp32))
         self.ffn = MixtureOfExperts(config, mlp_type, dtype, device)
+        self.decoder_layer = resolve("decoder_layer", device)
 
     def forward(
         self,
@@ -65,12 +66,7 @@ class Block(nn.Module):
         state: LayerState,
     ) -> torch.Tensor:
         """[T, n, d] → [T, n, d]."""
-        x, post, comb = self.hc_attn.read(streams, self.attn_norm)
-        x = self.attn(x, plan, state)
-        streams = self.hc_attn.write(x, streams, post, comb)
-        x, post, comb = self.hc_ffn.read(streams, self.ffn_norm)
-        x = self.ffn(x, input_ids)
-        return self.hc_ffn.write(x, streams, post, comb)
+        return self.decoder_layer(self, streams, input_ids, plan, state)
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Where each published tensor of the layer goes, by its name below `layers.<i>.`."""

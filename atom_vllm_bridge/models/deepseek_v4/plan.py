@@ -81,6 +81,9 @@ class Pool:
 class Plan:
     """Everything about a batch that does not depend on a layer's weights."""
 
+    # A token sees none that comes after it.
+    causal = True
+
     def __init__(
         self, batch: Batch, theta: torch.Tensor, compress_theta: torch.Tensor
     ) -> None:

@@ -14,7 +14,7 @@ from atom_vllm_bridge.models.ops.torch import experts as reference
 
 
 @compiled()
-def _by_expert(chosen, many, order, start):
+def by_expert(chosen, many, order, start):
     """Sort slots (token · k + place) by expert; expert number n of those hit has order[start[n] : start[n + 1]]. Returns their count."""
     slots, count = chosen.size, 0
     end = np.zeros(many + 1, np.int64)
@@ -84,7 +84,7 @@ def _word(value: float) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.float32, device="cpu")
 
 
-_bodies = {torch.bfloat16: _body(np.uint16), torch.float32: _body(np.uint32)}
+bodies = {torch.bfloat16: _body(np.uint16), torch.float32: _body(np.uint32)}
 
 
 def experts(
@@ -109,9 +109,9 @@ def experts(
         weights.contiguous(),
     )
     order, start = chosen.new_empty(tokens * k), chosen.new_empty(tokens * k + 1)
-    hits = _by_expert(chosen.view(-1).numpy(), many, order.numpy(), start.numpy())
+    hits = by_expert(chosen.view(-1).numpy(), many, order.numpy(), start.numpy())
     out = x.new_empty(tokens, k, d)
-    _bodies[w13.dtype].run(
+    bodies[w13.dtype].run(
         hits,
         tokens,
         k,
