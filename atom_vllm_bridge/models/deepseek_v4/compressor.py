@@ -8,7 +8,7 @@ written before they are read, so a chunk, its predecessors and a draft that was 
 import torch
 from torch import nn
 
-from atom_vllm_bridge.models.deepseek_v4.plan import Plan, Pool
+from atom_vllm_bridge.models.deepseek_v4.plan import Plan
 from atom_vllm_bridge.models.deepseek_v4.state import Cache
 from atom_vllm_bridge.models.ops.registry import resolve
 from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
@@ -65,10 +65,11 @@ class Compressor(nn.Module):
         """
         phase = plan.phase(self.ratio)
         self.write_inputs(inputs, self.ape, phase, state.rows, state.slot_ids())
-        pool = self.pool(plan, state, compressed)
+        cut = state.rows.unflatten(-1, (2 * self.parts, self.dim)).flatten(1, 2)
+        pool = plan.pool(Cache(cut, state.table), compressed, self.overlap)
         if pool is None:
             return
-        entry = self.compressor_pool(self._cut(state.rows), pool.ids, pool.unseen)
+        entry = self.compressor_pool(cut, pool.ids, pool.unseen)
         self.write_keys(
             entry,
             self.norm,
@@ -78,15 +79,6 @@ class Compressor(nn.Module):
             pool.write,
             self.codec.encode,
         )
-
-    def pool(self, plan: Plan, state: Cache, compressed: Cache) -> Pool | None:
-        """The entries that complete in this step."""
-        parts = Cache(self._cut(state.rows), state.table)
-        return plan.pool(parts, compressed, self.overlap)
-
-    def _cut(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rolling rows [B, N, projected] → [B, N · P, dim], as `compressor_pool` takes them."""
-        return rows.unflatten(-1, (2 * self.parts, self.dim)).flatten(1, 2)
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         return {"ape": self.ape.data, "norm.weight": self.norm.data}

@@ -307,5 +307,10 @@ class Plan:
             torch.stack((ids, ids + half), 1),
             unseen,
             torch.where(completes, slots[token], -1),
-            rotations(position // ratio * ratio, self._compress_theta),
+            self.group_rotation(token, ratio),
         )
+
+    def group_rotation(self, token: torch.Tensor, ratio: int) -> torch.Tensor:
+        """[M, P] complex64, at the first position of the groups of `ratio` that tokens [M] are in."""
+        position = self.positions[token] // ratio * ratio
+        return rotations(position, self._compress_theta)

@@ -10,6 +10,7 @@ import torch
 from atom_vllm_bridge.models.ops.numba import (
     experts,
     hc_pre,
+    indices,
     layer as compiled,
     linear,
     sparse_attention,
@@ -148,19 +149,22 @@ class _Bound:
 
     def __init__(self, layer: Any) -> None:
         self.weights = (*layer.parameters(), *layer.buffers())
-        self.key = self._key()
+        self.dtypes, self.addresses = self._dtypes(), self._addresses()
         self.hc_attn = _hyper(layer.hc_attn, layer.attn_norm)
         self.attn = _attending(layer.attn)
         self.hc_ffn = _hyper(layer.hc_ffn, layer.ffn_norm)
         self.ffn = _choosing(layer.ffn)
         self._lists: dict[str, tuple[torch.Tensor, int, np.ndarray]] = {}
 
-    def _key(self) -> list[Any]:
-        return [(weight.data_ptr(), weight.dtype) for weight in self.weights]
+    def _addresses(self) -> list[int]:
+        return [weight.data_ptr() for weight in self.weights]
+
+    def _dtypes(self) -> list[torch.dtype]:
+        return [weight.dtype for weight in self.weights]
 
     @property
     def current(self) -> bool:
-        return self.key == self._key()
+        return self.addresses == self._addresses() and self.dtypes == self._dtypes()
 
     def rows(self, role: str, cache: Any) -> tuple[int, np.ndarray]:
         """`pitch` of a cache, and its list of rows: floats of a compressor, bits of keys.
@@ -210,33 +214,84 @@ def _few(layer: Any, streams: torch.Tensor, plan: Any) -> bool:
     )
 
 
-def _written(bound: _Bound, role: str, cache: Any) -> compiled.Rows:
-    step, rows = bound.rows(role, cache)
-    ids = cache.table.derive(f"few {step}", lambda: cache.slot_ids().numpy())
-    return compiled.Rows(rows, ids)
+class _Step:
+    """A step's index tensors, made once for all layers of a group, and kept with the group's table."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+        self.request = plan.batch.request_of_token.numpy()
+        self.positions = plan.positions.numpy()
+
+    def written(self, table: Any, pitch: int) -> np.ndarray:
+        """[T], where each token's row goes."""
+
+        def make() -> np.ndarray:
+            slots, per_row = table.slots.contiguous().numpy(), table.tokens_per_row
+            return indices.slot_rows(slots, table.block_size, per_row, pitch)
+
+        return table.derive(f"few slots {pitch}", make)
+
+    def window(self, table: Any, pitch: int, width: int) -> compiled.Seen:
+        def make() -> compiled.Seen:
+            size = table.block_size
+            where = self.request, self.positions, width, size, pitch
+            return compiled.Seen(*indices.window_rows(_blocks(table), *where))
+
+        return table.derive(f"few window {pitch} {width}", make)
+
+    def entries(self, table: Any, pitch: int, entries: int) -> compiled.Seen:
+        def make() -> compiled.Seen:
+            ratio, size = table.tokens_per_row, table.rows_per_block
+            where = self.request, self.positions, entries, ratio, size, pitch
+            return compiled.Seen(*indices.entry_rows(_blocks(table), *where))
+
+        return table.derive(f"few entries {pitch}", make)
+
+    def pooling(
+        self, table: Any, pitch: int, overlap: bool, entries: Any, entry_pitch: int
+    ) -> compiled.Pooling:
+        """Of the inputs in `table`, into the entries of another."""
+
+        def make() -> tuple[Any, compiled.Pooling]:
+            ratio, ids = entries.tokens_per_row, self.written(entries, entry_pitch)
+            token, parts, unseen = indices.pooled_rows(
+                _blocks(table),
+                self.request,
+                self.positions,
+                ids,
+                ratio,
+                overlap,
+                table.block_size,
+                pitch,
+            )
+            if not token.size:
+                return entries, _NO_POOLING
+            rotation = self.plan.group_rotation(torch.from_numpy(token), ratio)
+            pooling = compiled.Pooling(parts, unseen, ids[token], rotation.numpy())
+            # With the table, so that no other gets its id.
+            return entries, pooling
+
+        name = f"few pooling {pitch} {entry_pitch} {id(entries)} {overlap}"
+        return table.derive(name, make)[1]
 
 
-def _seen(keys: Any) -> compiled.Seen:
-    return compiled.Seen(keys.ids.numpy(), keys.hidden.contiguous().numpy())
+def _blocks(table: Any) -> np.ndarray:
+    return table.blocks.contiguous().numpy()
 
 
 def _compressed(
-    bound: _Bound, role: str, compressor: Any, plan: Any, inputs: Any, entries: Any
+    bound: _Bound, step: _Step, role: str, compressor: Any, inputs: Any, entries: Any
 ) -> compiled.Compressed:
-    pool = compressor.pool(plan, inputs, entries)
-    pooling = _NO_POOLING
-    if pool is not None:
-        pooling = compiled.Pooling(
-            pool.ids.numpy(),
-            pool.unseen.numpy(),
-            pool.write.numpy(),
-            pool.rotation.numpy(),
-        )
+    _need(inputs is not None and entries is not None)
+    pitch_, rows = bound.rows(f"{role}_compressor", inputs)
+    entry_pitch, entry_rows = bound.rows(role, entries)
     return compiled.Compressed(
-        _written(bound, f"{role}_compressor", inputs),
-        bound.rows(role, entries)[1],
-        plan.phase(compressor.ratio).numpy(),
-        pooling,
+        compiled.Rows(rows, step.written(inputs.table, pitch_)),
+        entry_rows,
+        step.plan.phase(compressor.ratio).numpy(),
+        step.pooling(
+            inputs.table, pitch_, compressor.overlap, entries.table, entry_pitch
+        ),
     )
 
 
@@ -272,40 +327,32 @@ def decoder_layer(
 
 def _state(bound: _Bound, attn: Any, plan: Any, state: Any) -> tuple[Any, ...]:
     """What `attention` takes between the rotation and its result."""
-    tiles, width = plan.tiles(1), attn.window
-    window = _written(bound, "window", state.window)
-    seen = state.window.table.derive(
-        f"few window {state.window.pitch} {width}",
-        lambda: _seen(plan.window_keys(state.window, tiles, width)),
+    step = _step(plan)
+    pitch_, rows = bound.rows("window", state.window)
+    table = state.window.table
+    window = compiled.Rows(rows, step.written(table, pitch_))
+    seen = step.window(table, pitch_, attn.window)
+    main = index = compiled.Compressed(
+        compiled.Rows(_NO_INPUTS, _IDS), rows[:0], _IDS, _NO_POOLING
     )
-    nothing = compiled.Compressed(
-        compiled.Rows(_NO_INPUTS, _IDS), window.rows[:0], _IDS, _NO_POOLING
-    )
-    main = index = nothing
     entries_seen = _NO_ENTRIES
     if attn.compressor is not None:
-        _need(state.compressor is not None and state.compressed is not None)
-        main = _compressed(
-            bound,
-            "compressed",
-            attn.compressor,
-            plan,
-            state.compressor,
-            state.compressed,
-        )
-        if plan.entries(attn.compressor.ratio):
-            entries_seen = state.compressed.table.derive(
-                f"few entries {state.compressed.pitch}",
-                lambda: _seen(plan.entry_keys(state.compressed, tiles)),
-            )
+        given = attn.compressor, state.compressor, state.compressed
+        main = _compressed(bound, step, "main", *given)
+        table = state.compressed.table
+        entry_pitch, _ = bound.rows("main", state.compressed)
+        entries = plan.entries(attn.compressor.ratio)
+        entries_seen = step.entries(table, entry_pitch, entries)
     if attn.indexer is not None:
-        _need(state.index_compressor is not None and state.index is not None)
-        index = _compressed(
-            bound,
-            "index",
-            attn.indexer.compressor,
-            plan,
-            state.index_compressor,
-            state.index,
-        )
+        given = attn.indexer.compressor, state.index_compressor, state.index
+        index = _compressed(bound, step, "index", *given)
     return window, seen, main, entries_seen, index
+
+
+_steps: WeakKeyDictionary[Any, _Step] = WeakKeyDictionary()
+
+
+def _step(plan: Any) -> _Step:
+    if plan not in _steps:
+        _steps[plan] = _Step(plan)
+    return _steps[plan]
