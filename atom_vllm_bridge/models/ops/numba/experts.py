@@ -63,11 +63,9 @@ def _body(bits):
             e = chosen[order[first]]
             for r in range(count):
                 rows[r] = x[order[first + r] // k]
-            for p in range(2 * inner // WIDTH):
-                product(rows[:count], w13[e, p], hidden, p * WIDTH)
+            product(rows[:count], w13[e], hidden, 0)
             gate_rows(hidden[:count], limit, gated)
-            for p in range(d // WIDTH):
-                product(gated[:count], w2[e, p], rows, p * WIDTH)
+            product(gated[:count], w2[e], rows, 0)
             for r in range(count):
                 slot = order[first + r]
                 for c in range(d):

@@ -23,9 +23,12 @@ def _body(bits):
         chunks, total = words[1], groups * count
         chunk = next_chunk(words)
         while chunk < chunks:
-            for p in range(total * chunk // chunks, total * (chunk + 1) // chunks):
-                first = p // count * inputs
-                product(x[:, first : first + inputs], panels[p], out, p * WIDTH)
+            p, end = total * chunk // chunks, total * (chunk + 1) // chunks
+            while p < end:
+                group = p // count
+                stop, first = min(end, (group + 1) * count), group * inputs
+                product(x[:, first : first + inputs], panels[p:stop], out, p * WIDTH)
+                p = stop
             chunk = next_chunk(words)
 
     return Body(body)
