@@ -127,6 +127,25 @@ class Compressed(NamedTuple):
     pooling: Pooling
 
 
+class Layer(NamedTuple):
+    """A layer's weights."""
+
+    hc_attn: Hyper
+    attn: Attending
+    hc_ffn: Hyper
+    ffn: Choosing
+
+
+class State(NamedTuple):
+    """A layer's caches, and what of them the step's tokens see."""
+
+    window: Rows
+    window_seen: Seen
+    main: Compressed
+    entries_seen: Seen
+    index: Compressed
+
+
 @compiled()
 def _settle(x, narrow):
     """Round to what bfloat16 holds, where the model is `narrow`."""
@@ -178,8 +197,10 @@ def _compress(projected, w, eps, cache):
 
 
 @compiled()
-def _attend(team, w, query, rows, seen, rows2, seen2, out):
+def _attend(team, w, query, state, out):
     tokens, heads, d = query.shape
+    rows, seen = state.window.rows, state.window_seen
+    rows2, seen2 = state.main.entries, state.entries_seen
     words = np.empty(19, np.int64)
     words[0], words[1] = 0, chunks_of(team, tokens)
     words[2], words[3], words[4], words[5] = tokens, 1, heads, d
@@ -194,21 +215,7 @@ def _attend(team, w, query, rows, seen, rows2, seen2, out):
 
 
 @compiled()
-def attention(
-    team,
-    narrow,
-    hc,
-    w,
-    streams,
-    rotation,
-    window,
-    window_seen,
-    main,
-    entries_seen,
-    index,
-    out,
-):
-    """Streams [T, n, d] float32 → `out`, the same after attention; the caches get this step's rows."""
+def _attention(team, narrow, hc, w, streams, rotation, state, out):
     tokens, n, d = streams.shape
     heads, rank, dim = w.sink.size, w.q_norm.size, w.kv_norm.size
     x, post = np.empty((tokens, d), np.float32), np.empty((tokens, n), np.float32)
@@ -219,7 +226,7 @@ def attention(
     projected = np.empty((tokens, w.w_in.count * WIDTH), np.float32)
     _multiply(team, x, w.w_in, projected)
     _settle(projected, narrow)
-    low = np.empty((tokens, rank), np.float32)
+    low, window = np.empty((tokens, rank), np.float32), state.window
     for t in range(tokens):
         at = slice(t, t + 1)
         norm_rows(projected[t, :rank].reshape(1, rank), w.q_norm, w.eps, low[at])
@@ -227,9 +234,9 @@ def attention(
         store_keys(kv, w.kv_norm, w.eps, rotation[at], window.rows, window.ids[at])
     _settle(low, narrow)
     if w.compressor.width:
-        _compress(projected, w.compressor, w.eps, main)
+        _compress(projected, w.compressor, w.eps, state.main)
     if w.index_compressor.width:
-        _compress(projected, w.index_compressor, w.eps, index)
+        _compress(projected, w.index_compressor, w.eps, state.index)
 
     query = np.empty((tokens, heads, dim), np.float32)
     _multiply(team, low, w.wq, query)
@@ -237,9 +244,7 @@ def attention(
     norm_and_turn(query, w.eps, rotation)
     query *= np.float32(w.scale)
     o = np.empty((tokens, heads, dim), np.float32)
-    _attend(
-        team, w, query, window.rows, window_seen, main.entries, entries_seen, o
-    )
+    _attend(team, w, query, state, o)
     turn(o, rotation, np.float32(-1))
     _settle(o, narrow)
 
@@ -275,8 +280,7 @@ def _run_experts(team, w, x, chosen, weights, y):
 
 
 @compiled()
-def feed_forward(team, narrow, hc, w, streams, input_ids, out):
-    """Streams [T, n, d] float32 → `out`, the same after the mixture of experts."""
+def _feed_forward(team, narrow, hc, w, streams, input_ids, out):
     tokens, n, d = streams.shape
     x, post = np.empty((tokens, d), np.float32), np.empty((tokens, n), np.float32)
     comb = np.empty((tokens, n, n), np.float32)
@@ -306,3 +310,10 @@ def feed_forward(team, narrow, hc, w, streams, input_ids, out):
     _settle(y, narrow)
     write_back(y, streams, post, comb, out)
     _settle(out, narrow)
+
+
+@compiled()
+def layer(team, narrow, w, rotation, state, input_ids, streams, between, out):
+    """Streams [T, n, d] float32 → `out`, the same after the layer; its caches get this step's rows, and `between` is memory to use."""
+    _attention(team, narrow, w.hc_attn, w.attn, streams, rotation, state, between)
+    _feed_forward(team, narrow, w.hc_ffn, w.ffn, between, input_ids, out)

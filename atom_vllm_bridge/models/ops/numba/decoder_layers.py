@@ -1,5 +1,6 @@
-"""ops/torch/decoder_layer.py in one call, for few tokens: what layer.py needs is collected here, once where it can be."""
+"""ops/torch/decoder_layers.py in one call, for few tokens: what layer.py needs is collected here, once where it can be."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +20,7 @@ from atom_vllm_bridge.models.ops.numba.few import BITS, MOST, trained
 from atom_vllm_bridge.models.ops.numba.team import team
 from atom_vllm_bridge.models.ops.panels import WIDTH
 from atom_vllm_bridge.models.ops.rows import flat_rows, pitch
-from atom_vllm_bridge.models.ops.torch import decoder_layer as reference
+from atom_vllm_bridge.models.ops.torch import decoder_layers as reference
 
 _FLOATS, _IDS = np.empty(0, np.float32), np.empty(0, np.int64)
 _NO_INPUTS = np.empty((0, 0), np.float32)
@@ -150,10 +151,12 @@ class _Bound:
     def __init__(self, layer: Any) -> None:
         self.weights = (*layer.parameters(), *layer.buffers())
         self.dtypes, self.addresses = self._dtypes(), self._addresses()
-        self.hc_attn = _hyper(layer.hc_attn, layer.attn_norm)
-        self.attn = _attending(layer.attn)
-        self.hc_ffn = _hyper(layer.hc_ffn, layer.ffn_norm)
-        self.ffn = _choosing(layer.ffn)
+        self.layer = compiled.Layer(
+            _hyper(layer.hc_attn, layer.attn_norm),
+            _attending(layer.attn),
+            _hyper(layer.hc_ffn, layer.ffn_norm),
+            _choosing(layer.ffn),
+        )
         self._lists: dict[str, tuple[torch.Tensor, int, np.ndarray]] = {}
 
     def _addresses(self) -> list[int]:
@@ -200,15 +203,14 @@ def _bound(layer: Any) -> _Bound | None:
 def _few(layer: Any, streams: torch.Tensor, plan: Any) -> bool:
     """Whether the step is one that one thread between the products gets through sooner than torch."""
     attn = layer.attn
-    tokens, entries = streams.shape[0], 0
+    entries = 0
     if attn.compressor is not None:
         entries = plan.entries(attn.compressor.ratio)
     if attn.indexer is not None and entries > attn.indexer.topk:
         return False
-    queries = tokens * attn.query_rows
+    queries = len(streams) * attn.query_rows
     return (
         plan.causal
-        and 0 < tokens <= linear.MOST_ROWS
         and max(streams.numel(), queries) <= MOST
         and queries * (attn.window + entries) <= sparse_attention.MOST_PRODUCTS
     )
@@ -295,38 +297,56 @@ def _compressed(
     )
 
 
-def decoder_layer(
-    layer: Any, streams: torch.Tensor, input_ids: torch.Tensor, plan: Any, state: Any
+def decoder_layers(
+    layers: Sequence[Any],
+    streams: torch.Tensor,
+    input_ids: torch.Tensor,
+    plan: Any,
+    state: Sequence[Any],
 ) -> torch.Tensor:
-    refused = not streams.is_cpu or not _few(layer, streams, plan)
-    bound = None if refused else _bound(layer)
+    if not 0 < len(streams) <= linear.MOST_ROWS or not streams.is_cpu:
+        return reference.decoder_layers(layers, streams, input_ids, plan, state)
+    # All of them first: between the layers, whose weights fill the caches of a core, the same takes three times as long.
+    ready = [
+        _ready(layer, streams, plan, caches)
+        for layer, caches in zip(layers, state, strict=True)
+    ]
+    team_, ids, between = team(), input_ids.numpy(), _empty(streams).numpy()
+    for layer, caches, arguments in zip(layers, state, ready, strict=True):
+        if arguments is None:
+            streams = reference.decoder_layers(
+                [layer], streams, input_ids, plan, [caches]
+            )
+            continue
+        narrow, z = streams.dtype == torch.bfloat16, streams.float().contiguous()
+        out = _empty(z)
+        compiled.layer(
+            team_, narrow, *arguments, ids, z.numpy(), between, out.numpy()
+        )
+        streams = out.to(streams.dtype)
+    return streams
+
+
+def _empty(streams: torch.Tensor) -> torch.Tensor:
+    return torch.empty(streams.shape, dtype=torch.float32)
+
+
+def _ready(
+    layer: Any, streams: torch.Tensor, plan: Any, state: Any
+) -> tuple[Any, ...] | None:
+    """What `layer` of layer.py takes before the token ids; None: the step, or the layer, is not for it."""
+    bound = _bound(layer) if _few(layer, streams, plan) else None
     if bound is None or trained(streams, *bound.weights):
-        return reference.decoder_layer(layer, streams, input_ids, plan, state)
+        return None
     try:
         state_ = _state(bound, layer.attn, plan, state)
     except _Unfit:
-        return reference.decoder_layer(layer, streams, input_ids, plan, state)
-    z = streams.float().contiguous()
-    between, out = torch.empty_like(z).numpy(), torch.empty_like(z)
-    team_, narrow = team(), streams.dtype == torch.bfloat16
-    rotation = plan.rotation(layer.attn.layer_type).numpy()
-    compiled.attention(
-        team_, narrow, bound.hc_attn, bound.attn, z.numpy(), rotation, *state_, between
-    )
-    compiled.feed_forward(
-        team_,
-        narrow,
-        bound.hc_ffn,
-        bound.ffn,
-        between,
-        input_ids.numpy(),
-        out.numpy(),
-    )
-    return out.to(streams.dtype)
+        return None
+    return bound.layer, plan.rotation(layer.attn.layer_type).numpy(), state_
 
 
-def _state(bound: _Bound, attn: Any, plan: Any, state: Any) -> tuple[Any, ...]:
-    """What `attention` takes between the rotation and its result."""
+def _state(bound: _Bound, attn: Any, plan: Any, state: Any) -> compiled.State:
+    """The layer's caches, and where this step reads and writes them."""
     step = _step(plan)
     pitch_, rows = bound.rows("window", state.window)
     table = state.window.table
@@ -346,7 +366,7 @@ def _state(bound: _Bound, attn: Any, plan: Any, state: Any) -> tuple[Any, ...]:
     if attn.indexer is not None:
         given = attn.indexer.compressor, state.index_compressor, state.index
         index = _compressed(bound, step, "index", *given)
-    return window, seen, main, entries_seen, index
+    return compiled.State(window, seen, main, entries_seen, index)
 
 
 _steps: WeakKeyDictionary[Any, _Step] = WeakKeyDictionary()
