@@ -25,11 +25,8 @@ def nearest(b):
 @compiled()
 def _round(bits, row):
     """float32's bits to a row of them, or to the nearest bfloat16."""
-    if row.itemsize == 4:
-        row[:] = bits
-        return
     for c in range(row.size):
-        row[c] = nearest(np.uint32(bits[c]))
+        row[c] = bits[c] if row.itemsize == 4 else nearest(np.uint32(bits[c]))
 
 
 @compiled(fastmath={"contract", "reassoc", "nsz"})
