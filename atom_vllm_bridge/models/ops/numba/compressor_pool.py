@@ -37,9 +37,8 @@ def pool_rows(rows, ids, unseen, out):
 def compressor_pool(
     state: torch.Tensor, ids: torch.Tensor, unseen: torch.Tensor
 ) -> torch.Tensor:
-    flat = flat_rows(state)
-    refused = flat is None or not state.is_cpu or state.requires_grad
-    if refused or ids.numel() * state.shape[-1] > MOST:
+    flat = flat_rows(state) if state.is_cpu and not state.requires_grad else None
+    if flat is None or ids.numel() * state.shape[-1] > MOST:
         return reference.compressor_pool(state, ids, unseen)
     out = state.new_empty(len(ids), state.shape[-1])
     pool_rows(flat.numpy(), ids.contiguous().numpy(), unseen.numpy(), out.numpy())

@@ -12,11 +12,13 @@ from atom_vllm_bridge.models.ops.numba import (
     experts,
     hc_pre,
     indices,
-    layer as compiled,
     linear,
     sparse_attention,
 )
-from atom_vllm_bridge.models.ops.numba.few import BITS, MOST, trained
+from atom_vllm_bridge.models.ops.numba import (
+    layer as compiled,
+)
+from atom_vllm_bridge.models.ops.numba.few import MOST, trained
 from atom_vllm_bridge.models.ops.numba.team import team
 from atom_vllm_bridge.models.ops.panels import WIDTH
 from atom_vllm_bridge.models.ops.rows import flat_rows, pitch
@@ -174,15 +176,15 @@ class _Bound:
 
 def _all_compiled(layer: Any) -> bool:
     """Whether the layer's parts run this folder's ops, where it has them: a setting may have chosen others."""
-    ops = __package__.rpartition(".")[0]
-    for module in layer.modules():
-        for op in vars(module).values():
-            origin = getattr(op, "__module__", None) or ""
-            own = f"{__package__}.{origin.rpartition('.')[2]}"
-            if callable(op) and origin.startswith(ops) and origin != own:
-                if find_spec(own) is not None:
-                    return False
-    return True
+
+    def another(op: Any) -> bool:
+        origin = getattr(op, "__module__", None) or ""
+        own = f"{__package__}.{origin.rpartition('.')[2]}"
+        is_op = callable(op) and origin.startswith(__package__.rpartition(".")[0])
+        return is_op and origin != own and find_spec(own) is not None
+
+    parts = layer.modules()
+    return not any(another(op) for part in parts for op in vars(part).values())
 
 
 _bounds: WeakKeyDictionary[Any, _Bound | None] = WeakKeyDictionary()
@@ -337,8 +339,10 @@ def _ready(
 ) -> tuple[_Bound, np.ndarray] | None:
     """What `run_layer` takes; None: the step, or the layer, is not for it."""
     bound = _bound(layer) if _few(layer, streams, step.plan) else None
+    if bound is None:
+        return None
     try:
-        return bound and (bound, _state(bound, layer.attn, step, state))
+        return bound, _state(bound, layer.attn, step, state)
     except _Unfit:
         return None
 

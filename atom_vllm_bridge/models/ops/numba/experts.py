@@ -62,7 +62,8 @@ def _body(bits):
             first, count = start[n], start[n + 1] - start[n]
             e = chosen[order[first]]
             for r in range(count):
-                rows[r] = x[order[first + r] // k]
+                for c in range(d):
+                    rows[r, c] = x[order[first + r] // k, c]
             product(rows[:count], w13[e], hidden, 0)
             gate_rows(hidden[:count], limit, gated)
             product(gated[:count], w2[e], rows, 0)

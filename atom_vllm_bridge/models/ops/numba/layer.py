@@ -27,7 +27,7 @@ from atom_vllm_bridge.models.ops.panels import WIDTH
 def _record(names: str, **others: object) -> np.dtype:
     """int64 fields, which are sizes or addresses, and others after them."""
     fields = [(name, np.int64) for name in names.split()]
-    return np.dtype([*fields, *others.items()])  # type: ignore[list-item]
+    return np.dtype([*fields, *others.items()])
 
 
 # Panels [groups, count, inputs, WIDTH], and `linear`'s code for their dtype.
@@ -100,7 +100,12 @@ def _read(team, streams, hc, x, post, comb):
     words = np.empty(15, np.int64)
     words[0], words[1] = 0, chunks_of(team, tokens)
     words[2], words[3], words[4], words[5] = tokens, n, d, hc.iterations
-    words[6], words[7], words[8], words[9] = streams.ctypes.data, hc.fn, hc.base, hc.scale
+    words[6], words[7], words[8], words[9] = (
+        streams.ctypes.data,
+        hc.fn,
+        hc.base,
+        hc.scale,
+    )
     words[10], words[11], words[12] = hc.eps, hc.norm, x.ctypes.data
     words[13], words[14] = post.ctypes.data, comb.ctypes.data
     fork(team, hc.body, words)
@@ -145,14 +150,24 @@ def _attend(team, w, query, state, out):
     words = np.empty(19, np.int64)
     words[0], words[1] = 0, chunks_of(team, tokens)
     words[2], words[3], words[4], words[5] = tokens, 1, heads, d
-    words[6], words[7], words[8], words[9] = seen.many, seen2.many, query.ctypes.data, w.sink
-    words[10], words[11], words[12], words[13] = window.rows, window.many, seen.ids, seen.hidden
+    words[6], words[7], words[8], words[9] = (
+        seen.many,
+        seen2.many,
+        query.ctypes.data,
+        w.sink,
+    )
+    words[10], words[11], words[12], words[13] = (
+        window.rows,
+        window.many,
+        seen.ids,
+        seen.hidden,
+    )
     words[14], words[15], words[16] = entries.rows, entries.many, seen2.ids
     words[17], words[18] = seen2.hidden, out.ctypes.data
     fork(team, w.body, words)
 
 
-@compiled()
+@compiled(inline="always")
 def _attention(team, narrow, hc, w, streams, state, bits, out):
     tokens, n, d = streams.shape
     heads, rank, dim = w.heads, w.rank, w.dim
@@ -166,7 +181,9 @@ def _attention(team, narrow, hc, w, streams, state, bits, out):
     _multiply(team, x, w.w_in, projected)
     _settle(projected, narrow)
     low = np.empty((tokens, rank), np.float32)
-    q_norm, kv_norm = array(w.q_norm, (rank,), np.float32), array(w.kv_norm, (dim,), np.float32)
+    q_norm, kv_norm = array(w.q_norm, (rank,), np.float32), array(
+        w.kv_norm, (dim,), np.float32
+    )
     rows = array(state.window.rows, (state.window.many, dim), bits.dtype)
     ids = array(state.window.ids, (tokens,), np.int64)
     for t in range(tokens):
@@ -226,7 +243,7 @@ def _run_experts(team, w, x, chosen, weights, y):
     return order.size + start.size
 
 
-@compiled()
+@compiled(inline="always")
 def _feed_forward(team, narrow, hc, w, streams, input_ids, out):
     tokens, n, d = streams.shape
     x, post = np.empty((tokens, d), np.float32), np.empty((tokens, n), np.float32)
