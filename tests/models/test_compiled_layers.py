@@ -14,7 +14,8 @@ from atom_vllm_bridge.models.quantization.kv_codecs import kv_codec
 
 # Whole panels, as the published sizes are.
 WIDE = {"q_lora_rank": 32, "o_lora_rank": 32, "index_topk": 64}
-LENGTH = 150
+# Until an entry of 128 tokens is read; the second request is always so far ahead.
+LENGTH, LEAD = 154, 24
 
 
 def built(spec, dtype=torch.float32, codec="auto", **overrides):
@@ -45,38 +46,32 @@ def decoded(model, chunk=1, pad=0, length=LENGTH):
     """Hidden states of two requests of which one began earlier, and all caches after them."""
     state = LocalState(model.config, 2, 2 * length, model.codec, seed=1)
     poison(state)
-    ids, lead = tokens(2 * length), 30
-    outputs = []
-    for start in range(0, length - lead, chunk):
-        batch, caches = state.step(
-            (
-                [(0, start, chunk), (1, lead + start, chunk)]
-                if start or chunk > 1
-                else [(0, 0, 1), (1, 0, lead + 1)]
-            ),
-            pad_tokens=pad,
-        )
+    ids, outputs = tokens(2 * length), []
+    for start in range(0, length - LEAD, chunk):
+        later = (1, LEAD + start, chunk) if start else (1, 0, LEAD + chunk)
+        batch, caches = state.step([(0, start, chunk), later], pad_tokens=pad)
         given = ids[: len(batch.positions)].roll(start)
         streams, _ = model(given, batch, caches)
         outputs.append(streams[: len(given) - pad])
     return torch.cat(outputs), state
 
 
-@pytest.mark.parametrize("pad", [0, 3])
 @pytest.mark.parametrize(
-    ("dtype", "codec"),
+    ("dtype", "codec", "chunk", "pad"),
     [
-        (torch.float32, "auto"),
-        (torch.float32, "bfloat16"),
-        (torch.bfloat16, "auto"),
+        (torch.float32, "auto", 1, 0),
+        (torch.float32, "auto", 10, 3),
+        (torch.float32, "bfloat16", 10, 0),
+        (torch.bfloat16, "auto", 10, 3),
     ],
     ids=str,
 )
-def test_one_call_equals_the_ops_one_by_one(calls, dtype, codec, pad):
-    want, kept = decoded(built("decoder_layers=torch", dtype, codec), pad=pad)
+def test_one_call_equals_the_ops_one_by_one(calls, dtype, codec, chunk, pad):
+    by_ops = built("decoder_layers=torch", dtype, codec)
+    want, kept = decoded(by_ops, chunk, pad)
     assert not calls
-    got, state = decoded(built("", dtype, codec), pad=pad)
-    steps = LENGTH - 30
+    got, state = decoded(built("", dtype, codec), chunk, pad)
+    steps = (LENGTH - LEAD) // chunk
     assert len(calls) == steps * SMALL["num_hidden_layers"]
     # One unit in the last place now and then, where a value lies between two bfloat16.
     close = (
@@ -95,7 +90,7 @@ def test_what_does_not_fit_runs_op_by_op(calls):
     """An indexer that has to choose, caches that do not hold plain values, panels that are not full, ops that were chosen otherwise."""
     decoded(built("", index_topk=8), length=70)
     few = len(calls)
-    assert 0 < few < (70 - 30) * SMALL["num_hidden_layers"]
+    assert 0 < few < (70 - LEAD) * SMALL["num_hidden_layers"]
     decoded(built("", codec="fp8"), length=34)
     decoded(built("", o_lora_rank=16), length=34)
     decoded(built("linear=torch"), length=34)

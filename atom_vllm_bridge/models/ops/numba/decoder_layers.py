@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -64,31 +64,34 @@ def _fp32(tensor: torch.Tensor) -> int:
 class _Bound:
     """A layer's weights where layer.py finds them; good for as long as they stay where they are.
 
-    Raises:
-        _Unfit: the weights are not packed, or not as wide as whole panels; or caches do not hold plain values.
+    Attributes:
+        weights: [1] LAYER; None: they are not packed, or not as wide as whole panels; or caches do not hold plain values.
+        like: what `run_layer` calls `bits`.
     """
 
     def __init__(self, layer: Any) -> None:
         self._weights = (*layer.parameters(), *layer.buffers())
         self._addresses, self._dtypes = self._where()
         self._numbers: list[torch.Tensor] = []
-        attn, ffn = layer.attn, layer.ffn
+        self._lists: dict[str, tuple[ReferenceType[torch.Tensor], int, _Record]] = {}
+        try:
+            self.weights = self._layer(layer) if _all_compiled(layer) else None
+        except _Unfit:
+            self.weights = None
+
+    def _layer(self, layer: Any) -> np.ndarray:
+        attn = layer.attn
         for codec in (attn.codec.kv, attn.codec.index):
             _need(codec.dtype == attn.codec.kv.dtype and codec.dtype in _LIKE)
         _need(attn.codec.kv.width == attn.dim)
         self.like = _LIKE[attn.codec.kv.dtype]
-        self.weights = np.array(
-            [
-                (
-                    self._hyper(layer.hc_attn, layer.attn_norm),
-                    self._attention(attn),
-                    self._hyper(layer.hc_ffn, layer.ffn_norm),
-                    self._feed_forward(ffn),
-                )
-            ],
-            compiled.LAYER,
+        record = (
+            self._hyper(layer.hc_attn, layer.attn_norm),
+            self._attention(attn),
+            self._hyper(layer.hc_ffn, layer.ffn_norm),
+            self._feed_forward(layer.ffn),
         )
-        self._lists: dict[str, tuple[torch.Tensor, int, _Record]] = {}
+        return np.array([record], compiled.LAYER)
 
     def _number(self, *values: float, dtype: torch.dtype) -> int:
         self._numbers.append(torch.tensor(values, dtype=dtype, device="cpu"))
@@ -155,9 +158,12 @@ class _Bound:
         return [w.data_ptr() for w in weights], [w.dtype for w in weights]
 
     def holds(self) -> bool:
-        """Whether the weights are where they were, and none is to be trained."""
-        where = self._addresses, self._dtypes
-        return where == self._where() and not trained(*self._weights)
+        """Whether the weights are where they were."""
+        return (self._addresses, self._dtypes) == self._where()
+
+    def trained(self) -> bool:
+        """Whether any needs a gradient."""
+        return trained(*self._weights)
 
     def rows(self, role: str, cache: Any) -> tuple[int, _Record]:
         """`pitch` of a cache, and its list of rows: address and count.
@@ -166,11 +172,13 @@ class _Bound:
             _Unfit: the rows do not lie in one list.
         """
         rows = cache.rows
-        if role not in self._lists or self._lists[role][0] is not rows:
+        if role not in self._lists or self._lists[role][0]() is not rows:
             flat = flat_rows(rows)
             if flat is None:
                 raise _Unfit
-            self._lists[role] = rows, pitch(rows), (flat.data_ptr(), len(flat))
+            # Weakly, so that a cache that gives way to another is freed.
+            where = flat.data_ptr(), len(flat)
+            self._lists[role] = ref(rows), pitch(rows), where
         return self._lists[role][1:]
 
 
@@ -187,18 +195,14 @@ def _all_compiled(layer: Any) -> bool:
     return not any(another(op) for part in parts for op in vars(part).values())
 
 
-_bounds: WeakKeyDictionary[Any, _Bound | None] = WeakKeyDictionary()
+_bounds: WeakKeyDictionary[Any, _Bound] = WeakKeyDictionary()
 
 
 def _bound(layer: Any) -> _Bound | None:
     bound = _bounds.get(layer)
     if bound is None or not bound.holds():
-        try:
-            bound = _Bound(layer) if _all_compiled(layer) else None
-        except _Unfit:
-            bound = None
-        _bounds[layer] = bound
-    return bound if bound is not None and bound.holds() else None
+        bound = _bounds[layer] = _Bound(layer)
+    return None if bound.weights is None or bound.trained() else bound
 
 
 class _Step:
