@@ -255,6 +255,21 @@ def test_make_serve_keeps_a_checkpoint_that_is_there(installed):
     assert "checkpoint make" not in done.stdout
 
 
+def test_make_makes_every_checkpoint_that_the_catalog_serves_on_a_cpu(installed):
+    done = subprocess.run(
+        ["make", "checkpoints"], cwd=installed, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "checkpoint make checkpoints/schoolbook --preset schoolbook",
+        "checkpoint make checkpoints/schoolbook-mtp --preset schoolbook --draft mtp",
+    ]
+    cases = json.loads((ROOT / "recipes/catalog.json").read_text())["cases"]
+    for case in cases:
+        if case["where"] == "cpu":
+            assert (installed / case["model"] / "config.json").exists()
+
+
 def test_make_serve_drafts_only_with_the_checkpoint_that_it_knows(installed):
     done = make_serve(installed, "MODEL=/elsewhere", "SERVE_ARGS=--broken")
     assert "started with serve /elsewhere " in done.stdout
