@@ -210,7 +210,7 @@ def _require_lm_eval() -> None:
 
     if missing := [name for name in ("lm_eval", "jsonschema") if not find_spec(name)]:
         _refuse(
-            f"{' and '.join(missing)} is not installed. Run: pip install 'atom-vllm-bridge[eval]'"
+            f"not installed: {', '.join(missing)}. Run: pip install 'atom-vllm-bridge[eval]'"
         )
 
 
