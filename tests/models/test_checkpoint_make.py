@@ -360,7 +360,7 @@ def test_a_directory_in_use_is_not_overwritten_unasked(tmp_path):
 def test_a_refusal_leaves_the_checkpoint_that_is_there(tmp_path, fault):
     make(tmp_path, overrides=SMALL, layers=1, draft="none")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match="like=|wo_a"):
+    with pytest.raises(ValueError, match=r"like=|wo_a"):
         make(tmp_path, overrides=SMALL, layers=1, overwrite=True, **fault)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
