@@ -68,13 +68,14 @@ def test_the_wheel_holds_one_top_level_package(wheel):
     }
 
 
-def test_the_wheel_holds_every_module_and_the_license(wheel):
-    modules = {
+def test_the_wheel_holds_every_file_of_the_package_and_the_license(wheel):
+    files = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "atom_vllm_bridge").rglob("*.py")
+        for path in (ROOT / "atom_vllm_bridge").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
     }
-    assert modules <= set(wheel)
-    assert "atom_vllm_bridge/py.typed" in wheel
+    assert files - set(wheel) == set()
+    assert {Path(name).suffix for name in files} >= {".safetensors", ".jsonl", ".yaml"}
     assert [name for name in wheel if name.endswith("licenses/LICENSE")]
 
 
