@@ -2,9 +2,13 @@
 
 import json
 import math
+import os
 import re
+import signal
 import socket
+import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -351,6 +355,37 @@ def test_a_server_that_ends_shows_the_end_of_its_log(tmp_path, monkeypatch):
         "the reason",
         f"The server ended with status 3: {log}",
     ]
+
+
+TERMINATED = """
+import sys
+from atom_vllm_bridge import cli
+from atom_vllm_bridge.cli import eval as command
+from atom_vllm_bridge.measure.server import Server
+
+def server(model, name, arm, flags, out):
+    made = Server(model, log=out / "log")
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(120)"
+    made.command = [sys.executable, "-c", code]
+    return made
+
+command._server = server
+sys.argv = ["atom-vllm-bridge", "eval", "DIR", "--out", sys.argv[1]]
+cli.main()
+"""
+
+
+def test_a_command_that_is_terminated_stops_its_server(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", TERMINATED, str(tmp_path)])
+    log, deadline = tmp_path / "log", time.monotonic() + 120
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
 
 
 def test_counters_of_two_engines_are_added_up_and_subtracted():
