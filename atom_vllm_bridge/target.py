@@ -135,7 +135,11 @@ class AtomDeepseekV4ForCausalLM(nn.Module, SupportsEagle3):
         """A first token, so that a CPU's ops are compiled (once a machine; they are cached) before the first request."""
         token = torch.zeros(1, dtype=torch.int64)
         batch, cache = step.without_caches(token)
-        streams, _ = self.model(token, batch, self._state(cache))
+        state, plan = self._state(cache), self.model.plan(batch)
+        streams, _ = self.model(token, batch, state)
+        # Steps of more tokens run the ops one by one.
+        by_ops = registry.resolve_from("torch", "decoder_layers")
+        streams = by_ops(self.model.layers, streams, token, plan, state)
         self.model.logits(self.model.reduce(streams))
 
     def _state(self, cache: step.CacheOf) -> list[LayerState]:

@@ -1,4 +1,4 @@
-"""Microseconds of each op in Triton on a GPU at DeepSeek-V4-Flash's dimensions, beside the bytes that it must move.
+"""Microseconds of the row ops in Triton on a GPU at DeepSeek-V4-Flash's dimensions, beside the bytes that it must move.
 
     python benchmarks/gpu_ops.py                     every op, batches of 1, 16, 64 and 128 tokens
     python benchmarks/gpu_ops.py hc_pre router       some ops
@@ -9,7 +9,6 @@ memory as they do in a model, as far as 20 of them exceed the cache. The share i
 of a small batch moves too little to come near it, and there the microseconds count.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -179,13 +178,6 @@ CASES: dict[str, Callable[[int], Case]] = {
 }
 
 
-def every_case() -> dict[str, Callable[[int], Case]]:
-    """CASES, and those of attention where its file lies beside this one."""
-    if importlib.util.find_spec("gpu_ops_attention") is None:
-        return CASES
-    return CASES | importlib.import_module("gpu_ops_attention").CASES
-
-
 def microseconds(calls: Sequence[Callable[[], Any]]) -> float:
     """Of one call, in the replay of a CUDA graph of all of them; the best of several replays."""
     stream = torch.cuda.Stream()
@@ -220,7 +212,7 @@ def measured(
     names: list[str], provider: str, batches: tuple[int, ...], speed: float
 ) -> Iterator[list[str]]:
     """A line a case: its name, then µs, bytes and share for each batch."""
-    for name, build in every_case().items():
+    for name, build in CASES.items():
         if names and name.split(",")[0] not in names:
             continue
         line = [name]

@@ -1,15 +1,17 @@
 """Attention and the indexer's ops in Triton at DeepSeek-V4-Flash's dimensions, against the bytes that must move.
 
-    python -m benchmarks.gpu_ops_attention            the table
-    python -m benchmarks.gpu_ops_attention --hints    attention under other launch hints
+    python benchmarks/gpu_ops_attention.py            the table
+    python benchmarks/gpu_ops_attention.py --hints    attention under other launch hints
 
 µs of one launch in a graph of twenty, bytes read and written once, and their rate as a share of a copy's.
 """
 
-import argparse
 from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import torch
+import typer
+from gpu_ops import BATCHES, LAUNCHES, copy_speed, microseconds
 
 from atom_vllm_bridge.models.ops.registry import resolve_from
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
@@ -20,8 +22,6 @@ from atom_vllm_bridge.models.quantization.kv_codecs import (
     raw,
 )
 
-LAUNCHES = 20
-BATCHES = (1, 16, 64, 128)
 # (most pairs, keys a block, warps, stages) to try.
 HINTS = (
     (64, 32, 8, 2),
@@ -33,32 +33,6 @@ HINTS = (
     (16, 32, 4, 2),
 )
 Case = tuple[str, Callable[[], object], int]
-
-
-def microseconds(run: Callable[[], object]) -> float:
-    """Of one launch, the best of five replays of a graph of LAUNCHES."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            run()
-    best = float("inf")
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) * 1e3 / LAUNCHES)
-    return best
-
-
-def copy_rate() -> float:
-    """Bytes per second, read and written, of a copy of 2 GiB."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / microseconds(lambda: target.copy_(source)) * 1e6
 
 
 def _rows(codec: RowCodec, count: int) -> torch.Tensor:
@@ -138,7 +112,7 @@ def cases() -> Iterator[Case]:
 def show(case: Case, rate: float) -> None:
     """One line of the table."""
     name, run, size = case
-    time = microseconds(run)
+    time = microseconds([run] * LAUNCHES)
     share = size / time * 1e6 / rate
     print(f"{name:60} {time:9.1f} µs {size / 1e6:9.2f} MB {share:6.1%}", flush=True)
 
@@ -155,21 +129,20 @@ def show_hints(rate: float) -> None:
             for hints in HINTS:
                 module.HINTS = {**module.HINTS, tl.bfloat16: hints}
                 print(hints, end=" ")
-                # Shared memory may not do for some of them.
+                # Whatever the compiler raises (shared memory may not do), the others are tried.
                 try:
                     show(case, rate)
                 except Exception as error:
-                    print(type(error).__name__, str(error)[:80])
+                    print(f"{type(error).__name__}: {error}"[:100])
 
 
-def main() -> None:
+def main(
+    hints: Annotated[bool, typer.Option("--hints", help="Try launch hints.")] = False,
+) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hints", action="store_true", help="try launch hints")
-    choice = parser.parse_args()
-    rate = copy_rate()
+    rate = copy_speed()
     print(f"copy: {rate / 1e12:.2f} TB/s")
-    if choice.hints:
+    if hints:
         show_hints(rate)
         return
     for case in cases():
@@ -177,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -237,6 +237,8 @@ def served(monkeypatch):
             pass
 
     def measure(server, task, name, temperature):
+        if task.num_fewshot == 99:
+            raise ConnectionError("no hub")
         return outcome(name, "abcd", 4, drafts=10, accepted=20)
 
     monkeypatch.setattr(catalog, "Server", Started)
@@ -262,6 +264,15 @@ def test_a_case_whose_server_does_not_start_fails_and_the_next_one_runs(
         ["two", "cpu", "accuracy 1.0000", "≥ 0.9", "pass"],
         ["two", "cpu", "acceptance length 3.0000", "≥ 3", "pass"],
     ]
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert report["passed"] == {"one": False, "two": True}
+
+
+def test_a_task_that_cannot_be_read_fails_its_case_alone(write, tmp_path, served):
+    task = {"name": "schoolbook", "num_fewshot": 99}
+    done = command(write(entry(task=task), entry(id="two")), tmp_path / "out")
+    assert done.exit_code == 1
+    assert re.search(r"\| one .*\| FAIL: no hub", done.stdout)
     report = json.loads((tmp_path / "out" / "results.json").read_text())
     assert report["passed"] == {"one": False, "two": True}
 

@@ -68,13 +68,14 @@ def test_the_wheel_holds_one_top_level_package(wheel):
     }
 
 
-def test_the_wheel_holds_every_module_and_the_license(wheel):
-    modules = {
+def test_the_wheel_holds_every_file_of_the_package_and_the_license(wheel):
+    files = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "atom_vllm_bridge").rglob("*.py")
+        for path in (ROOT / "atom_vllm_bridge").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
     }
-    assert modules <= set(wheel)
-    assert "atom_vllm_bridge/py.typed" in wheel
+    assert files - set(wheel) == set()
+    assert {Path(name).suffix for name in files} >= {".safetensors", ".jsonl", ".yaml"}
     assert [name for name in wheel if name.endswith("licenses/LICENSE")]
 
 
@@ -253,6 +254,21 @@ def test_make_serve_keeps_a_checkpoint_that_is_there(installed):
     (installed / "checkpoints" / "schoolbook" / "config.json").write_text("{}")
     done = make_serve(installed, "SERVE_ARGS=--broken")
     assert "checkpoint make" not in done.stdout
+
+
+def test_make_makes_every_checkpoint_that_the_catalog_serves_on_a_cpu(installed):
+    done = subprocess.run(
+        ["make", "checkpoints"], cwd=installed, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "checkpoint make checkpoints/schoolbook --preset schoolbook",
+        "checkpoint make checkpoints/schoolbook-mtp --preset schoolbook --draft mtp",
+    ]
+    cases = json.loads((ROOT / "recipes/catalog.json").read_text())["cases"]
+    for case in cases:
+        if case["where"] == "cpu":
+            assert (installed / case["model"] / "config.json").exists()
 
 
 def test_make_serve_drafts_only_with_the_checkpoint_that_it_knows(installed):

@@ -148,6 +148,13 @@ def test_the_cases_wait_for_the_gate_and_for_pre_checkin():
     assert jobs["atom"]["if"] == "needs.gate.outputs.atom == 'true'"
 
 
+def test_the_cases_on_the_cpu_have_their_checkpoints_before_they_are_asked():
+    steps = WORKFLOWS["atom-vllm-test.yaml"]["jobs"]["cpu"]["steps"]
+    runs = [step.get("run", "") for step in steps]
+    (asked,) = [i for i, run in enumerate(runs) if " eval " in run]
+    assert "make checkpoints" in runs[:asked]
+
+
 DSPARK = """--seed 1 --speculative-config '{"method": "dspark"}'"""
 SAMPLE = {
     "cases": [

@@ -6,28 +6,23 @@ A server with caches measures the same with `atom-vllm-bridge eval`; this needs 
 import json
 import random
 import re
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from atom_vllm_bridge.measure.tasks import FOLDER
 from training import model
+from training.corpus import prompt
 from training.dense import Dense
 from training.layer import Tensors, Trace
 
-TASKS = Path(__file__).parents[1] / "atom_vllm_bridge" / "measure" / "tasks"
-ANSWER_TOKENS = 128
+ANSWER_TOKENS, ROWS_AT_ONCE = 128, 256
 _FINAL = re.compile(r"#### (-?[0-9]+)")
 
 
 def exact_match(
-    view: Tensors,
-    tokenizer: Tokenizer,
-    shots: int,
-    count: int,
-    device: str,
-    rows_at_once: int = 256,
+    view: Tensors, tokenizer: Tokenizer, shots: int, count: int, device: str
 ) -> float:
     """Share of `count` held-out problems that are answered right, each after `shots` training problems."""
     problems = _read("schoolbook_test.jsonl")[:count]
@@ -36,12 +31,12 @@ def exact_match(
     prompts, wanted = [], []
     for problem in problems:
         solved = [_form(shot) for shot in choice.sample(examples, shots)]
-        question = f"Question: {problem['question']}\nAnswer:"
-        prompts.append(tokenizer.encode("\n\n".join([*solved, question])).ids)
+        asked = prompt(problem["question"])
+        prompts.append(tokenizer.encode("\n\n".join([*solved, asked])).ids)
         wanted.append(problem["answer"].rpartition("#### ")[2])
     right = 0
-    for first in range(0, count, rows_at_once):
-        at = slice(first, first + rows_at_once)
+    for first in range(0, count, ROWS_AT_ONCE):
+        at = slice(first, first + ROWS_AT_ONCE)
         texts = _continue(view, tokenizer, prompts[at], device)
         found = (_FINAL.search(text) for text in texts)
         right += sum(
@@ -59,10 +54,10 @@ def _continue(
     length = -(-longest // 128) * 128
     dense = Dense(model.dimensions(), length, device)
     ids = torch.zeros(len(prompts), length, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
+    for row, given in enumerate(prompts):
+        ids[row, : len(given)] = torch.tensor(given)
     ids = ids.to(device)
-    ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    ends = torch.tensor([len(given) for given in prompts], device=device)
     row = torch.arange(len(prompts), device=device)
     for _ in range(ANSWER_TOKENS):
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
@@ -73,17 +68,17 @@ def _continue(
         ends = ends + 1
     rows = ids.tolist()
     return [
-        tokenizer.decode(text[len(prompt) : len(prompt) + ANSWER_TOKENS]).split(
+        tokenizer.decode(text[len(given) : len(given) + ANSWER_TOKENS]).split(
             "\n\nQuestion"
         )[0]
-        for text, prompt in zip(rows, prompts, strict=True)
+        for text, given in zip(rows, prompts, strict=True)
     ]
 
 
 def _form(problem: dict[str, str]) -> str:
-    return f"Question: {problem['question']}\nAnswer: {problem['answer']}"
+    return f"{prompt(problem['question'])} {problem['answer']}"
 
 
 def _read(name: str) -> list[dict[str, str]]:
-    with (TASKS / name).open() as lines:
+    with (FOLDER / name).open() as lines:
         return [json.loads(line) for line in lines]

@@ -61,7 +61,10 @@ def _held_out(seed: str, count: int, without: set[str]) -> Iterator[Problem]:
 
 
 def _beginnings(count: int) -> Iterator[str]:
-    """The first two or three sentences of distinct held-out paragraphs."""
+    """The first two or three sentences of distinct held-out paragraphs.
+
+    What is held out is the paragraph: one that is trained on may begin with the same sentences.
+    """
     rng, seen = random.Random("beginnings"), set[str]()
     while len(seen) < count:
         text = paragraph(rng, "text")

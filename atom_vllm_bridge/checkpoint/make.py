@@ -91,6 +91,8 @@ def make(
         source = schoolbook.source(draft_kind(config))
     else:
         source = _random(config, {**GAINS, **(gains or {})}, seed)
+    # Before anything is removed to make room.
+    _layouts(layout, like, wo_a)
     out = Path(out)
     _prepare(out, overwrite)
     if tokenizer and preset == "schoolbook":
@@ -133,12 +135,10 @@ def write(
         agrees: the values are shaped as agreeing.py says.
 
     Raises:
+        KeyError: `source` lacks a tensor of the config.
         ValueError: a layout that is not on offer.
     """
-    target = _layout(layout, wo_a)
-    if like is not None and layout != "bf16":
-        raise ValueError(f"like={like!r} is for layout 'bf16', not {layout!r}")
-    reference = _layout(like or "mxfp4", None) if layout == "bf16" else LAYOUTS[layout]
+    target, reference = _layouts(layout, like, wo_a)
     _Writer(config, target, reference, source, agrees).write(out, shard_bytes, progress)
     _write_json(
         out / "generation_config.json",
@@ -265,6 +265,14 @@ def _quantize(
 
 def _scale_name(name: str) -> str:
     return name.removesuffix(".weight") + ".scale"
+
+
+def _layouts(name: str, like: str | None, wo_a: str | None) -> tuple[Layout, Layout]:
+    """The layout to write, and the one whose values it holds."""
+    target = _layout(name, wo_a)
+    if like is not None and name != "bf16":
+        raise ValueError(f"like={like!r} is for layout 'bf16', not {name!r}")
+    return target, _layout(like or "mxfp4", None) if name == "bf16" else LAYOUTS[name]
 
 
 def _layout(name: str, wo_a: str | None) -> Layout:

@@ -1,5 +1,6 @@
 """The command `atom-vllm-bridge`."""
 
+import signal
 import sys
 
 
@@ -30,4 +31,6 @@ def main() -> None:
     def _doctor() -> None:
         """Report what is installed and chosen; exit code 1 if something is wrong."""
 
+    # As an interrupt does, and unlike SIGTERM by itself: servers that a measurement started end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     app(prog_name="atom-vllm-bridge")

@@ -45,13 +45,13 @@ def bench(
     ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for tables, plot, logs and raw results.")
-    ] = Path("bench"),
+    ] = Path("build/bench"),
 ) -> None:
     """Compare tokens a second without a draft, with DSpark and with MTP; a cold server for every point."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         _stop(
-            f"{', '.join(missing)} is not installed; pip install 'atom-vllm-bridge[bench]'"
+            f"not installed: {', '.join(missing)}. Run: pip install 'atom-vllm-bridge[bench]'"
         )
     from tqdm import tqdm
 

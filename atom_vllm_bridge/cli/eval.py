@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from atom_vllm_bridge.measure.accuracy import Arm, Task
+    from atom_vllm_bridge.measure.accuracy import Arm, Outcome, Task
     from atom_vllm_bridge.measure.server import LiveServer
 
 AS_SERVED = "as-served"
@@ -92,9 +92,14 @@ def evaluate(
             assert model is not None
             name = "schoolbook" if shots == "as-is" else "schoolbook_renumbered"
             task = Task(name, num_fewshot, limit, data, concurrency)
+            if _is_url(model) and serve_flags:
+                _refuse(
+                    f"{model} runs already: {serve_flags[0]} is for servers that are started here. Leave it out, or name a checkpoint."
+                )
             flags = ["--max-model-len", str(max_model_len), *(serve_flags or [])]
             chosen = [arm.strip() for arm in arms.split(",")]
             good = _run_arms(model, mtp_model, flags, chosen, task, out)
+    # A server, a catalog, a task or its data; what they raise says what to do.
     except (ServerError, ValueError, OSError) as error:
         _refuse(str(error))
     raise typer.Exit(0 if good else 1)
@@ -108,31 +113,26 @@ def _run_arms(
     task: "Task",
     out: Path,
 ) -> bool:
-    """Measure, print and write one arm after another; whether every check holds."""
-    from atom_vllm_bridge.measure.accuracy import (
-        ARMS,
-        Arm,
-        checks,
-        measure,
-        save,
-        table,
-    )
+    """Measure and write one arm after another, and print all; whether every check holds."""
+    from atom_vllm_bridge.measure.accuracy import ARMS, Arm, checks, measure, save
     from atom_vllm_bridge.measure.tasks import FOLDER, QUESTIONS
 
     questions = (task.folder or FOLDER) / QUESTIONS
     if not questions.is_file():  # said before a server is started for nothing
         _refuse(f"{questions} is not there. Name the folder with it: --data DIR.")
-    live = model.startswith(("http://", "https://"))
+    live = _is_url(model)
     if unknown := [name for name in names if name not in ARMS]:
         _refuse(f"no arm {', '.join(unknown)}; there are {', '.join(ARMS)}.")
     chosen = {AS_SERVED: Arm()} if live else {name: ARMS[name] for name in names}
     notes, outcomes = [], []
+    if mtp_model is None and "mtp" in chosen:
+        del chosen["mtp"]
+        notes.append(
+            "mtp is left out: MTP and DSpark drafts are in different checkpoints. Name the one with MTP: --mtp-model DIR."
+        )
+    if not chosen:
+        _refuse(" ".join(notes))
     for name, arm in chosen.items():
-        if arm.draft == "mtp" and mtp_model is None:
-            notes.append(
-                f"{name} is left out: MTP and DSpark drafts are in different checkpoints. Name the one with MTP: --mtp-model DIR."
-            )
-            continue
         path = str(mtp_model) if arm.draft == "mtp" else model
         typer.echo(f"{name}: {path}", err=True)
         with _server(path, name, arm, flags, out) as server:
@@ -140,26 +140,35 @@ def _run_arms(
             outcome = measure(server, task, name, arm.temperature, speculates)
         save(outcome, out)
         outcomes.append(outcome)
-    if not outcomes:
-        _refuse(" ".join(notes))
-    made = checks(outcomes)
+        # After each arm, so that what was measured stands even if a later one fails.
+        report: dict[str, Any] = {
+            "model": model,
+            "mtp_model": mtp_model and str(mtp_model),
+            "serve_flags": flags,
+            "task": asdict(task),
+            "arms": [outcome.as_dict() for outcome in outcomes],
+            "checks": [asdict(check) for check in checks(outcomes)],
+            "notes": notes,
+        }
+        _write(out, report, _page(task, outcomes, notes))
+    typer.echo(_page(task, outcomes, notes))
+    return all(check.holds for check in checks(outcomes))
+
+
+def _page(task: "Task", outcomes: "list[Outcome]", notes: list[str]) -> str:
+    from atom_vllm_bridge.measure.accuracy import checks, table
+
     asked = f"{task.name}; worked examples: {task.num_fewshot}; questions: {len(outcomes[0].answers)}"
     lines = [asked, "", table(outcomes), ""]
-    lines += [f"- {'holds' if c.holds else 'FAILS'}: {c.what}" for c in made]
+    lines += [
+        f"- {'holds' if c.holds else 'FAILS'}: {c.what}" for c in checks(outcomes)
+    ]
     lines += [f"- {note}" for note in notes]
-    text = "\n".join(lines)
-    typer.echo(text)
-    report: dict[str, Any] = {
-        "model": model,
-        "mtp_model": mtp_model and str(mtp_model),
-        "serve_flags": flags,
-        "task": asdict(task),
-        "arms": [outcome.as_dict() for outcome in outcomes],
-        "checks": [asdict(check) for check in made],
-        "notes": notes,
-    }
-    _write(out, report, text)
-    return all(check.holds for check in made)
+    return "\n".join(lines)
+
+
+def _is_url(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
 
 
 def _server(
@@ -210,7 +219,7 @@ def _require_lm_eval() -> None:
 
     if missing := [name for name in ("lm_eval", "jsonschema") if not find_spec(name)]:
         _refuse(
-            f"{' and '.join(missing)} is not installed. Run: pip install 'atom-vllm-bridge[eval]'"
+            f"not installed: {', '.join(missing)}. Run: pip install 'atom-vllm-bridge[eval]'"
         )
 
 

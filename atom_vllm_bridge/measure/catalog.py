@@ -160,7 +160,7 @@ def judged(case: Case, outcome: Outcome, others: Mapping[str, Outcome]) -> Resul
 def run(cases: Iterable[Case], out: Path, say: Callable[[str], None]) -> list[Result]:
     """Serve and ask one case after another, each by a server of its own.
 
-    A case whose server fails has failed; the others go on. Servers' logs go to `out`.
+    A case whose server fails, or whose task cannot be read, has failed; the others go on. Servers' logs go to `out`.
     """
     results, outcomes = [], {}
     # A case that others are compared with comes first.
@@ -174,7 +174,8 @@ def run(cases: Iterable[Case], out: Path, say: Callable[[str], None]) -> list[Re
                 environment=case.environment,
             ) as server:
                 outcome = measure(server, case.task, case.id, case.temperature)
-        except ServerError as error:
+        # OSError and ValueError: the task's, as questions that cannot be downloaded.
+        except (ServerError, OSError, ValueError) as error:
             results.append(Result(case, failure=str(error)))
             say(f"{case.id}: {error}")
             continue
@@ -193,7 +194,7 @@ def table(cases: Iterable[Case], results: Iterable[Result]) -> str:
             why = case.status.get("not_run") or "measured before: see the catalog"
             rows.append((case.id, case.where, "", "", f"not run: {why}"))
         elif result.failure is not None:
-            last = result.failure.splitlines()[-1]
+            last = (result.failure.splitlines() or ["no reason given"])[-1]
             rows.append((case.id, case.where, "", "", f"FAIL: {last}"))
         else:
             for name, value, bar, reached in result.rows:

@@ -356,6 +356,15 @@ def test_a_directory_in_use_is_not_overwritten_unasked(tmp_path):
     assert check_shards(tmp_path)
 
 
+@pytest.mark.parametrize("fault", [{"layout": "fp8", "like": "mxfp4"}, {"wo_a": "x"}])
+def test_a_refusal_leaves_the_checkpoint_that_is_there(tmp_path, fault):
+    make(tmp_path, overrides=SMALL, layers=1, draft="none")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"like=|wo_a"):
+        make(tmp_path, overrides=SMALL, layers=1, overwrite=True, **fault)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
 def test_the_command_makes_a_checkpoint_and_reports_faults_in_one_line(tmp_path):
     run = CliRunner().invoke
     out = str(tmp_path / "out")

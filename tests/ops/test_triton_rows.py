@@ -34,8 +34,8 @@ class Draw:
         return torch.polar(torch.ones_like(angle), angle)
 
     def ids(self, count, among, skipped=0.25):
-        """Distinct ids, some of them −1."""
-        ids = torch.randperm(among, generator=self.generator)[:count]
+        """Distinct ids, some of them −1; not 0, a row that nobody owns and that the reference may touch."""
+        ids = 1 + torch.randperm(among - 1, generator=self.generator)[:count]
         ids[torch.rand(count, generator=self.generator) < skipped] = -1
         return ids.to(DEVICE)
 

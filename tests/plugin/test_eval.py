@@ -2,9 +2,13 @@
 
 import json
 import math
+import os
 import re
+import signal
 import socket
+import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -292,12 +296,32 @@ def test_a_draft_that_ignores_the_temperature_makes_the_command_fail(
     }
 
 
+def test_what_was_measured_stands_if_a_later_arm_fails(data, tmp_path, monkeypatch):
+    def server(model, name, arm, flags, out):
+        return LiveServer("http://127.0.0.1:9" if name == "dspark-7" else fake.url)
+
+    monkeypatch.setattr("atom_vllm_bridge.cli.eval._server", server)
+    with answering(solved) as fake:
+        done = command("DIR", "--data", data, "--num-fewshot", 0, "--out", tmp_path)
+    assert done.exit_code == 1
+    assert "127.0.0.1:9" in done.stderr.splitlines()[-1]
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert [arm["arm"] for arm in report["arms"]] == ["off", "dspark-5"]
+    page = (tmp_path / "table.md").read_text()
+    assert page.count("0.625 ± 0.183") == 2
+    assert "- mtp is left out" in page
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["DIR", "--arms", "off,fast"], "no arm fast; there are off, dspark-5,"),
         (["DIR", "--arms", "mtp"], "mtp is left out: MTP and DSpark drafts are in"),
         (["http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models does not answer"),
+        (
+            ["http://127.0.0.1:9", "--", "--dtype", "float32"],
+            "http://127.0.0.1:9 runs already: --dtype is for servers",
+        ),
         (["DIR", "--data", "."], "schoolbook_test.jsonl is not there. Name the folder"),
         (["--catalog", "no-such-file"], "no-such-file"),
     ],
@@ -306,8 +330,8 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     data, tmp_path, arguments, line
 ):
     if "--catalog" not in arguments and "--data" not in arguments:
-        arguments = [*arguments, "--data", data]
-    done = command(*arguments, "--out", tmp_path)
+        arguments = ["--data", data, *arguments]
+    done = command("--out", tmp_path, *arguments)
     assert done.exit_code == 1
     refusal = done.stderr.splitlines()[-1]
     assert refusal.startswith("atom-vllm-bridge: ")
@@ -331,6 +355,37 @@ def test_a_server_that_ends_shows_the_end_of_its_log(tmp_path, monkeypatch):
         "the reason",
         f"The server ended with status 3: {log}",
     ]
+
+
+TERMINATED = """
+import sys
+from atom_vllm_bridge import cli
+from atom_vllm_bridge.cli import eval as command
+from atom_vllm_bridge.measure.server import Server
+
+def server(model, name, arm, flags, out):
+    made = Server(model, log=out / "log")
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(120)"
+    made.command = [sys.executable, "-c", code]
+    return made
+
+command._server = server
+sys.argv = ["atom-vllm-bridge", "eval", "DIR", "--out", sys.argv[1]]
+cli.main()
+"""
+
+
+def test_a_command_that_is_terminated_stops_its_server(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", TERMINATED, str(tmp_path)])
+    log, deadline = tmp_path / "log", time.monotonic() + 120
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
 
 
 def test_counters_of_two_engines_are_added_up_and_subtracted():

@@ -1,6 +1,7 @@
 """Rows of tokens: the formats, the packing, the tokenizer, and who made them."""
 
 import random
+import re
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -8,8 +9,13 @@ import pytest
 
 from atom_vllm_bridge.checkpoint.tokenizer import BOS, CONTROL, EOS, MARKERS
 from training import corpus
-from training.problems import problem
+from training.problems import problem, text_is_held_out
 from training.prose import paragraph
+
+# As a completion, and in a chat.
+QUESTION = re.compile(
+    r"(?:Question: |<｜User｜>)(.*)(?:\nAnswer:|<｜Assistant｜>)", re.MULTILINE
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +83,9 @@ def test_a_chat_is_what_vllm_encodes():
     told = {"role": "assistant", "content": one.answer}
     pieces = list(corpus.chat(one))
     assert joined(pieces) == encode_messages([asked, told], thinking_mode="chat")
-    assert pieces[0] == (encode_messages([asked], thinking_mode="chat"), False)
+    prompt = encode_messages([asked], thinking_mode="chat")
+    assert pieces[0] == (prompt, corpus.PROMPT)
+    assert {kind for _, kind in pieces[1:]} == {corpus.ANSWER}
 
 
 def test_prose_is_paragraphs_with_an_empty_line_between():
@@ -129,6 +137,25 @@ def test_prose_is_told_from_problems(tokenizer, made):
         assert "Question:" not in prose
         assert "####" not in prose
     assert 0.1 < (made.kinds == corpus.PROSE).mean() < 0.4
+
+
+def test_rows_of_training_hold_nothing_that_is_held_out(tokenizer, made):
+    asked, told = set(), set()
+    for row in made.tokens:
+        for document in tokenizer.decode(row).removeprefix(BOS).split(f"{EOS}{BOS}"):
+            asked |= set(QUESTION.findall(document))
+            if not QUESTION.search(document):
+                told |= set(document.split("\n\n")[:-1])
+    assert len(asked) > 300
+    assert len(told) > 30
+    assert not any(map(text_is_held_out, asked | told))
+
+
+def test_held_out_rows_hold_nothing_else(directory, tokenizer):
+    (row,) = corpus.rows(directory, seed=7, count=1, split="text").tokens
+    asked = QUESTION.findall(tokenizer.decode(row))
+    assert len(asked) > 3
+    assert all(map(text_is_held_out, asked))
 
 
 def test_rows_depend_on_their_number_and_seed_alone(directory, made):

@@ -60,7 +60,7 @@ def test_shots_are_training_problems_and_so_are_the_renumbered(files):
         assert one["steps"] == other["steps"]
 
 
-def test_prose_prompts_end_with_a_sentence_and_are_not_beginnings_seen(files):
+def test_prose_prompts_end_with_a_sentence_and_few_are_common_beginnings(files):
     beginnings = [record["prompt"] for record in records(files, "prompts/prose.jsonl")]
     assert len(set(beginnings)) == 200
     assert all(b.rstrip('"')[-1] in ".!?" for b in beginnings)

@@ -1,5 +1,7 @@
 """What surrounds the forward: batches, rates, saved weights, and what is told about a draft."""
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -7,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atom_vllm_bridge.models.deepseek_v4.checkpoint import tensor_table
+from atom_vllm_bridge.checkpoint.schoolbook import reader
+from atom_vllm_bridge.models.deepseek_v4.checkpoint import check_headers, tensor_table
+from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
 from training import corpus, losses, model, publish
 from training.corpus import ANSWER, PROMPT, PROSE
-from training.phases import PHASES, Phase
+from training.phases import PHASES, Phase, run
 from training.stream import batches
 from training.weights import published
 
@@ -67,6 +71,32 @@ def test_saved_weights_are_the_checkpoints_tensors(tmp_path):
         assert {name: tuple(value.shape) for name, value in both.items()} == {
             name: spec.shape for name, spec in table.items()
         }
+
+
+def test_what_a_phase_trained_is_published_as_it_was_computed(tokenizer, tmp_path):
+    shutil.copytree(tokenizer, tmp_path / "tokenizer")
+    for part in ("target", "mtp"):
+        model.save(model.new(part, 1, "cpu"), part, tmp_path)
+    run(Phase("once", "dspark", 1, 1, 1e-2), tmp_path, 1, "cpu", 1, compiled=False)
+    (told,) = map(json.loads, (tmp_path / "once.jsonl").read_text().splitlines())
+    assert told["step"] == 1
+    assert told["divergence"] > 0
+    before = model.new("dspark", 1, "cpu")
+    after = model.restore("dspark", 1, "cpu", tmp_path)
+    assert all(
+        not torch.equal(leaf, after.leaves[name])
+        for name, leaf in before.leaves.items()
+        if name.endswith(("experts.w1", "wq_a.weight", "proj.weight", "gate.bias"))
+    )
+    folder = publish.checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    check_headers(tensor_table(config, "mxfp4"), check_shards(folder))
+    stored = reader(load_file(next(folder.glob("model-*"))))
+    target = model.restore("target", 1, "cpu", tmp_path)
+    for weights in (target, after):
+        for name, value in published(model.frozen(weights)):
+            assert torch.equal(stored(name), value), name
+    assert (folder / "tokenizer.json").exists()
 
 
 def test_what_a_phase_builds_on_must_be_there(tmp_path):

@@ -80,6 +80,8 @@ class DSparkConfig:
 class BlockPlan(Plan):
     """The plan of a step whose requests hold one block each: queries see all of it, later tokens too."""
 
+    causal = False
+
     def tile_size(self, query_bytes: int) -> int:
         """A block is one tile, whatever its scores take."""
         return self.batch.max_query_len

@@ -56,6 +56,7 @@ class Block(nn.Module):
         self.hc_ffn = HyperConnection(config, device)
         self.ffn_norm = nn.Parameter(torch.empty(config.hidden_size, **fp32))
         self.ffn = MixtureOfExperts(config, mlp_type, dtype, device)
+        self.decoder_layers = resolve("decoder_layers", device)
 
     def forward(
         self,
@@ -65,12 +66,7 @@ class Block(nn.Module):
         state: LayerState,
     ) -> torch.Tensor:
         """[T, n, d] → [T, n, d]."""
-        x, post, comb = self.hc_attn.read(streams, self.attn_norm)
-        x = self.attn(x, plan, state)
-        streams = self.hc_attn.write(x, streams, post, comb)
-        x, post, comb = self.hc_ffn.read(streams, self.ffn_norm)
-        x = self.ffn(x, input_ids)
-        return self.hc_ffn.write(x, streams, post, comb)
+        return self.decoder_layers([self], streams, input_ids, plan, [state])
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Where each published tensor of the layer goes, by its name below `layers.<i>.`."""
@@ -132,6 +128,7 @@ class DeepseekV4Model(Packable):
                 torch.empty(config.hidden_size, config.vocab_size, **kind)
             )
         )
+        self.decoder_layers = resolve("decoder_layers", device)
         self.linear = resolve("linear", device)
         self.rms_norm = resolve("rms_norm", device)
         for name, compressed in (("theta", False), ("compress_theta", True)):
@@ -170,14 +167,15 @@ class DeepseekV4Model(Packable):
         plan = self.plan(batch)
         streams = self.embed_tokens(ids).unsqueeze(1)
         streams = streams.repeat(1, self.config.hc_mult, 1)
-        taps = []
-        for number, (layer, caches) in enumerate(
-            zip(self.layers, state, strict=True), start=1
-        ):
-            streams = layer(streams, ids, plan, caches)
-            # COMPILE BOUNDARY: a compiled graph bakes in which layers are tapped.
-            if number in aux_layers:
+        layers, first, taps = list(self.layers), 0, []
+        # COMPILE BOUNDARY: a compiled graph bakes in which layers are tapped.
+        for end in sorted({*aux_layers, len(layers)}):
+            streams = self.decoder_layers(
+                layers[first:end], streams, ids, plan, state[first:end]
+            )
+            if end in aux_layers:
                 taps.append(streams.mean(1))
+            first = end
         return streams, taps
 
     def reduce(self, streams: torch.Tensor) -> torch.Tensor:

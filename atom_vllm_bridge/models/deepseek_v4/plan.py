@@ -81,6 +81,9 @@ class Pool:
 class Plan:
     """Everything about a batch that does not depend on a layer's weights."""
 
+    # A token sees none that comes after it.
+    causal = True
+
     def __init__(
         self, batch: Batch, theta: torch.Tensor, compress_theta: torch.Tensor
     ) -> None:
@@ -304,5 +307,10 @@ class Plan:
             torch.stack((ids, ids + half), 1),
             unseen,
             torch.where(completes, slots[token], -1),
-            rotations(position // ratio * ratio, self._compress_theta),
+            self.group_rotation(token, ratio),
         )
+
+    def group_rotation(self, token: torch.Tensor, ratio: int) -> torch.Tensor:
+        """[M, P] complex64, at the first position of the groups of `ratio` that tokens [M] are in."""
+        position = self.positions[token] // ratio * ratio
+        return rotations(position, self._compress_theta)

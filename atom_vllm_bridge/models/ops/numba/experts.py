@@ -15,7 +15,7 @@ from atom_vllm_bridge.models.ops.torch import experts as reference
 
 
 @compiled()
-def _by_expert(chosen, many, order, start):
+def by_expert(chosen, many, order, start):
     """Sort slots (token · k + place) by expert; expert number n of those hit has order[start[n] : start[n + 1]]. Returns their count."""
     slots, count = chosen.size, 0
     end = np.zeros(many + 1, np.int64)
@@ -63,12 +63,11 @@ def _body(bits):
             first, count = start[n], start[n + 1] - start[n]
             e = chosen[order[first]]
             for r in range(count):
-                rows[r] = x[order[first + r] // k]
-            for p in range(2 * inner // WIDTH):
-                product(rows[:count], w13[e, p], hidden, p * WIDTH)
+                for c in range(d):
+                    rows[r, c] = x[order[first + r] // k, c]
+            product(rows[:count], w13[e], hidden, 0)
             gate_rows(hidden[:count], limit, gated)
-            for p in range(d // WIDTH):
-                product(gated[:count], w2[e, p], rows, p * WIDTH)
+            product(gated[:count], w2[e], rows, 0)
             for r in range(count):
                 slot = order[first + r]
                 for c in range(d):
@@ -85,7 +84,7 @@ def _word(value: float) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.float32, device="cpu")
 
 
-_bodies = {torch.bfloat16: _body(np.uint16), torch.float32: _body(np.uint32)}
+bodies = {torch.bfloat16: _body(np.uint16), torch.float32: _body(np.uint32)}
 
 
 def experts(
@@ -110,9 +109,9 @@ def experts(
         weights.contiguous(),
     )
     order, start = chosen.new_empty(tokens * k), chosen.new_empty(tokens * k + 1)
-    hits = _by_expert(chosen.view(-1).numpy(), many, order.numpy(), start.numpy())
+    hits = by_expert(chosen.view(-1).numpy(), many, order.numpy(), start.numpy())
     out = x.new_empty(tokens, k, d)
-    _bodies[w13.dtype].run(
+    bodies[w13.dtype].run(
         hits,
         tokens,
         k,

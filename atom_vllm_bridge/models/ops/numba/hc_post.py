@@ -7,7 +7,7 @@ from atom_vllm_bridge.models.ops.torch import hc_post as reference
 
 
 @compiled(fastmath={"contract", "reassoc", "nsz"})
-def _hc_post(x, residual, post, comb, out):
+def write_back(x, residual, post, comb, out):
     tokens, n, d = residual.shape
     for t in range(tokens):
         for j in range(n):
@@ -28,5 +28,5 @@ def hc_post(
     ):
         return reference.hc_post(x, residual, post, comb)
     out = torch.empty_like(streams)
-    _hc_post(wide.numpy(), streams.numpy(), post.numpy(), comb.numpy(), out.numpy())
+    write_back(wide.numpy(), streams.numpy(), post.numpy(), comb.numpy(), out.numpy())
     return out.to(residual.dtype)

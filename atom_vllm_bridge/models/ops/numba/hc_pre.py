@@ -6,6 +6,7 @@ import torch
 from atom_vllm_bridge.models.ops.gradients import trained
 from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.numba.rms_norm import NO_WEIGHT, norm_rows
+from atom_vllm_bridge.models.ops.numba.team import Body, array, next_chunk
 from atom_vllm_bridge.models.ops.torch import hc_pre as reference
 
 
@@ -61,6 +62,41 @@ def _hc_pre(z, fn, base, scale, iterations, eps, norm_eps, weight, y, post, comb
                     total += c_[i, j]
                 for i in range(n):
                     c_[i, j] /= total
+
+
+def _body(words):
+    tokens, n, d, iterations = words[2], words[3], words[4], words[5]
+    mixes = (2 + n) * n
+    z = array(words[6], (tokens, n, d), np.float32)
+    fn = array(words[7], (mixes, n * d), np.float32)
+    base = array(words[8], (mixes,), np.float32)
+    scale = array(words[9], (3,), np.float32)
+    eps = array(words[10], (2,), np.float64)
+    weight = array(words[11], (d,), np.float32)
+    y = array(words[12], (tokens, d), np.float32)
+    post = array(words[13], (tokens, n), np.float32)
+    comb = array(words[14], (tokens, n, n), np.float32)
+    chunk, chunks = next_chunk(words), words[1]
+    while chunk < chunks:
+        at = slice(tokens * chunk // chunks, tokens * (chunk + 1) // chunks)
+        _hc_pre(
+            z[at],
+            fn,
+            base,
+            scale,
+            iterations,
+            eps[0],
+            eps[1],
+            weight,
+            y[at],
+            post[at],
+            comb[at],
+        )
+        chunk = next_chunk(words)
+
+
+by_tokens = Body(_body)
+"""The same with a weight, on all threads."""
 
 
 def hc_pre(

@@ -23,15 +23,18 @@ def _body(bits):
         chunks, total = words[1], groups * count
         chunk = next_chunk(words)
         while chunk < chunks:
-            for p in range(total * chunk // chunks, total * (chunk + 1) // chunks):
-                first = p // count * inputs
-                product(x[:, first : first + inputs], panels[p], out, p * WIDTH)
+            p, end = total * chunk // chunks, total * (chunk + 1) // chunks
+            while p < end:
+                group = p // count
+                stop, first = min(end, (group + 1) * count), group * inputs
+                product(x[:, first : first + inputs], panels[p:stop], out, p * WIDTH)
+                p = stop
             chunk = next_chunk(words)
 
     return Body(body)
 
 
-_bodies = {torch.bfloat16: _body(np.uint16), torch.float32: _body(np.uint32)}
+bodies = {torch.bfloat16: _body(np.uint16), torch.float32: _body(np.uint32)}
 
 
 def by_panels(x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
@@ -41,7 +44,7 @@ def by_panels(x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.float32 or not x.is_contiguous():
         x = x.float().contiguous()
     out = x.new_empty(x.shape[0], groups * count * width)
-    _bodies[panels.dtype].run(
+    bodies[panels.dtype].run(
         chunk_count(groups * count),
         x.shape[0],
         inputs,
@@ -59,7 +62,7 @@ def takes(x: torch.Tensor, panels: torch.Tensor) -> bool:
     return (
         x.shape[0] <= MOST_ROWS
         and x.is_cpu
-        and panels.dtype in _bodies
+        and panels.dtype in bodies
         and not trained(x, panels)
     )
 

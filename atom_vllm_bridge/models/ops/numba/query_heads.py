@@ -10,7 +10,7 @@ from atom_vllm_bridge.models.ops.torch import query_heads as reference
 
 
 @compiled()
-def _query_heads(x, eps, rotation):
+def norm_and_turn(x, eps, rotation):
     for t in range(x.shape[0]):
         norm_rows(x[t], NO_WEIGHT, eps, x[t])
         turn(x[t : t + 1], rotation[t : t + 1], np.float32(1))
@@ -22,5 +22,5 @@ def query_heads(
     if rotation is None or not x.is_cpu or x.requires_grad:
         return reference.query_heads(x, heads, eps, rotation)
     query = x.float().contiguous().view(x.shape[0], heads, -1)
-    _query_heads(query.numpy(), eps, rotation.numpy())
+    norm_and_turn(query.numpy(), eps, rotation.numpy())
     return query

@@ -9,8 +9,20 @@ from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.torch import router as reference
 
 
+@compiled(fastmath={"contract", "reassoc", "nsz"})
+def gate_logits(x, gate, logits):
+    """logits [T, E] = x [T, d] · gate [E, d]ᵀ, for a caller that is compiled too."""
+    tokens, d = x.shape
+    for e in range(gate.shape[0]):
+        for t in range(tokens):
+            total = np.float32(0)
+            for c in range(d):
+                total += x[t, c] * gate[e, c]
+            logits[t, e] = total
+
+
 @compiled()
-def _route(logits, bias, route_scale, chosen, weights):
+def route(logits, bias, route_scale, chosen, weights):
     tokens, experts = logits.shape
     k = chosen.shape[1]
     score = np.empty(experts, np.float32)
@@ -38,7 +50,7 @@ def _route(logits, bias, route_scale, chosen, weights):
             weights[t, i] = score[chosen[t, i]] * factor
 
 
-_NO_BIAS = np.empty(0, np.float32)
+NO_BIAS = np.empty(0, np.float32)
 
 
 def router(
@@ -54,6 +66,6 @@ def router(
     logits = F.linear(wide, gate)
     chosen = torch.empty(len(x), k, dtype=torch.int64) if experts is None else experts
     weights = logits.new_empty(len(x), k)
-    bias_ = _NO_BIAS if experts is not None or bias is None else bias.numpy()
-    _route(logits.numpy(), bias_, route_scale, chosen.numpy(), weights.numpy())
+    bias_ = NO_BIAS if experts is not None or bias is None else bias.numpy()
+    route(logits.numpy(), bias_, route_scale, chosen.numpy(), weights.numpy())
     return chosen, weights

@@ -73,9 +73,9 @@ def _attend(query, sink, rows, ids, hidden, rows2, ids2, hidden2, out):
     total = np.empty(heads, np.float32)
     for q in range(queries):
         # The sink is a key whose value is zero, and the first of all.
-        most[:] = sink
-        total[:] = 1
-        out[q] = 0
+        for h in range(heads):
+            most[h], total[h] = sink[h], 1
+            out[q, h] = 0
         e = 0
         while e < first + second:
             count = 0
@@ -144,7 +144,7 @@ def _body(bits):
     return Body(body)
 
 
-_bodies = {torch.float32: _body(np.uint32), torch.bfloat16: _body(np.uint16)}
+bodies = {torch.float32: _body(np.uint32), torch.bfloat16: _body(np.uint16)}
 
 
 def sparse_attention(
@@ -175,7 +175,7 @@ def sparse_attention(
     # Named, so that copies live as long as their addresses are used.
     ids, hidden = window.ids.contiguous(), window.hidden.contiguous()
     ids2, hidden2 = last.ids.contiguous(), last.hidden.contiguous()
-    _bodies[flat.dtype].run(
+    bodies[flat.dtype].run(
         chunk_count(tiles),
         tiles,
         queries,
@@ -200,10 +200,6 @@ def sparse_attention(
 
 def _list(rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
     """All rows of a cache in float32 or bfloat16; None where they are stored otherwise."""
-    if (
-        not rows.is_cpu
-        or rows.dtype not in _bodies
-        or rows.shape[-1] != query.shape[-1]
-    ):
+    if not rows.is_cpu or rows.dtype not in bodies or rows.shape[-1] != query.shape[-1]:
         return None
     return flat_rows(rows)

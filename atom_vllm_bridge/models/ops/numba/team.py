@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -39,6 +39,24 @@ def _fork() -> Any:
 
 
 _parallel = _fork()
+_parallel_address = ctypes.cast(_parallel, ctypes.c_void_p).value or 0
+
+
+class Team(NamedTuple):
+    """What compiled code needs to fork by itself.
+
+    Attributes:
+        fork: address of GOMP_parallel; 0: there is none.
+        threads: of torch.
+    """
+
+    fork: int
+    threads: int
+
+
+def team() -> Team:
+    """The threads that torch has now."""
+    return Team(_parallel_address, torch.get_num_threads())
 
 
 class Body:
@@ -61,12 +79,17 @@ class Body:
                 raise
             return numba.cfunc(signature)(self.function)
 
+    @property
+    def address(self) -> int:
+        """For `fork`."""
+        return int(self.compiled.address)
+
     def run(self, chunks: int, *arguments: int) -> None:
         """Run on torch's threads; returns when all chunks are done."""
         words = (ctypes.c_int64 * (2 + len(arguments)))(0, chunks, *arguments)
         threads = min(torch.get_num_threads(), chunks)
         if threads > 1 and _parallel is not None:
-            _parallel(self.compiled.address, ctypes.addressof(words), threads, 0)
+            _parallel(self.address, ctypes.addressof(words), threads, 0)
         else:
             self.compiled.ctypes(words)
 
@@ -85,6 +108,42 @@ def next_chunk(typing: Any, words: Any) -> Any:
         return b.atomic_rmw("add", args[0], ir.IntType(64)(1), "monotonic")
 
     return types.int64(words), generate
+
+
+@intrinsic
+def _fork_or_call(typing: Any, team: Any, body: Any, words: Any, threads: Any) -> Any:
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        address, flag = ir.IntType(64).as_pointer(), ir.IntType(32)
+        parallel = b.extract_value(args[0], 0)
+        array_ = context.make_array(signature.args[2])(context, b, args[2])
+        data = b.bitcast(array_.data, address)
+        run = ir.FunctionType(ir.VoidType(), [address])
+        fork_ = ir.FunctionType(ir.VoidType(), [run.as_pointer(), address, flag, flag])
+        many = b.icmp_signed(">", args[3], args[3].type(1))
+        able = b.icmp_signed("!=", parallel, parallel.type(0))
+        body_ = b.inttoptr(args[1], run.as_pointer())
+        with b.if_else(b.and_(many, able)) as (then, otherwise):
+            with then:
+                count = b.trunc(args[3], flag)
+                place = b.inttoptr(parallel, fork_.as_pointer())
+                b.call(place, [body_, data, count, flag(0)])
+            with otherwise:
+                b.call(body_, [data])
+        return context.get_dummy_value()
+
+    return types.void(team, body, words, threads), generate
+
+
+@numba.njit
+def fork(team, body, words):
+    """`Body.run` from compiled code: the words whole, counter and number of chunks included."""
+    _fork_or_call(team, body, words, min(team.threads, words[1]))
+
+
+@numba.njit
+def chunks_of(team, items):
+    """`chunk_count` in compiled code."""
+    return 1 if team.threads == 1 else min(items, team.threads * CHUNKS)
 
 
 @intrinsic

@@ -18,6 +18,8 @@ from atom_vllm_bridge.models.ops.panels import WIDTH
 _LANES = 16
 _PARTS = range(WIDTH // _LANES)
 _CACHE_LINE = 64
+# Lines.
+_AHEAD = 16
 _FLOATS, _INTS, _HALVES = (
     ir.VectorType(kind, _LANES)
     for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(16))
@@ -53,10 +55,10 @@ def _line(b: ir.IRBuilder, address: ir.Value, size: int) -> list[ir.Value]:
     return [b.bitcast(b.shl(value, upper), _FLOATS) for value in wide]
 
 
-def _tile(rows: int) -> Callable[..., None]:
+def _tile(rows: int, panels: int) -> Callable[..., None]:
     @intrinsic
     def tile(typing: Any, x: Any, first: Any, panel: Any, out: Any, column: Any) -> Any:
-        """out[first : first + ROWS, column : column + WIDTH] = x[first : first + ROWS] · panel."""
+        """out[first : first + ROWS, column : column + PANELS · WIDTH] = x[first : first + ROWS] · panel and those after it."""
 
         def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
             kinds = signature.args
@@ -65,10 +67,12 @@ def _tile(rows: int) -> Callable[..., None]:
             )
             size = kinds[2].dtype.bitwidth // 8
             inputs = b.extract_value(panel_.array.shape, 0)
+            step = b.mul(inputs, inputs.type(WIDTH * size))
             places = [b.add(args[1], args[1].type(r)) for r in range(rows)]
+            vectors = range(panels * len(_PARTS))
             zero = ir.Constant(_FLOATS, None)
             sums = [
-                [cgutils.alloca_once_value(b, zero) for _ in _PARTS] for _ in places
+                [cgutils.alloca_once_value(b, zero) for _ in vectors] for _ in places
             ]
             multiply_add = cgutils.get_or_insert_function(
                 b.module,
@@ -77,10 +81,12 @@ def _tile(rows: int) -> Callable[..., None]:
             )
             with cgutils.for_range(b, inputs) as loop:
                 start = panel_.address(loop.index, inputs.type(0))
-                ahead = b.add(start, b.mul(inputs, inputs.type(WIDTH * size)))
-                for offset in range(0, WIDTH * size, _CACHE_LINE):
-                    _prefetch(b, ahead, offset)
-                line = _line(b, start, size)
+                line = []
+                for _ in range(panels):
+                    for offset in range(0, WIDTH * size, _CACHE_LINE):
+                        _prefetch(b, start, _AHEAD * WIDTH * size + offset)
+                    line += _line(b, start, size)
+                    start = b.add(start, step)
                 for place, totals in zip(places, sums, strict=True):
                     address = x_.address(place, loop.index)
                     value = b.load(_vector(b, address, ir.FloatType(), 0), align=4)
@@ -93,7 +99,7 @@ def _tile(rows: int) -> Callable[..., None]:
                         b.store(added, total)
             for place, totals in zip(places, sums, strict=True):
                 address = out_.address(place, args[4])
-                for part, total in zip(_PARTS, totals, strict=True):
+                for part, total in zip(vectors, totals, strict=True):
                     to = _vector(b, address, _FLOATS, part * _LANES * 4)
                     b.store(b.load(total), to, align=4)
             return context.get_dummy_value()
@@ -117,21 +123,34 @@ def _prefetch(b: ir.IRBuilder, address: ir.Value, offset: int) -> None:
     )
 
 
-_one, _two, _four, _eight = map(_tile, (1, 2, 4, 8))
+# Rows, and panels side by side: as many sums at once as it takes to never wait for one.
+_one_by_four, _one = _tile(1, 4), _tile(1, 1)
+_two_by_two, _two = _tile(2, 2), _tile(2, 1)
+_four, _eight = _tile(4, 1), _tile(8, 1)
 
 
 @numba.njit
-def product(x, panel, out, column):
-    """out[:, column : column + WIDTH] = x [T, a] · panel [a, WIDTH], float32; the panel in the bits of float32 or bfloat16."""
-    rows, t = x.shape[0], 0
-    while t + 8 <= rows:
-        _eight(x, t, panel, out, column)
-        t += 8
-    if t + 4 <= rows:
-        _four(x, t, panel, out, column)
-        t += 4
-    if t + 2 <= rows:
-        _two(x, t, panel, out, column)
+def product(x, panels, out, column):
+    """out[:, column : column + P · WIDTH] = x [T, a] · panels [P, a, WIDTH], float32; the panels in the bits of float32 or bfloat16."""
+    rows, count = x.shape[0], panels.shape[0]
+    for p in range(count):
+        for t in range(0, rows - 7, 8):
+            _eight(x, t, panels[p], out, column + p * WIDTH)
+        if rows & 4:
+            _four(x, rows & ~7, panels[p], out, column + p * WIDTH)
+    t, p = rows & ~3, 0
+    if rows & 2:
+        while p + 2 <= count:
+            _two_by_two(x, t, panels[p], out, column + p * WIDTH)
+            p += 2
+        if p < count:
+            _two(x, t, panels[p], out, column + p * WIDTH)
         t += 2
-    if t < rows:
-        _one(x, t, panel, out, column)
+    if rows & 1:
+        p = 0
+        while p + 4 <= count:
+            _one_by_four(x, t, panels[p], out, column + p * WIDTH)
+            p += 4
+        while p < count:
+            _one(x, t, panels[p], out, column + p * WIDTH)
+            p += 1

@@ -9,7 +9,7 @@ from atom_vllm_bridge.models.ops.torch import write_inputs as reference
 
 
 @compiled()
-def _write_inputs(inputs, ape, phase, rows, ids):
+def store_inputs(inputs, ape, phase, rows, ids):
     half = ape.shape[1]
     for t in range(ids.shape[0]):
         if ids[t] >= 0:
@@ -31,4 +31,4 @@ def write_inputs(
         reference.write_inputs(inputs, ape, phase, rows, ids)
         return
     wide = inputs.float().contiguous()
-    _write_inputs(wide.numpy(), ape.numpy(), phase.numpy(), flat.numpy(), ids.numpy())
+    store_inputs(wide.numpy(), ape.numpy(), phase.numpy(), flat.numpy(), ids.numpy())

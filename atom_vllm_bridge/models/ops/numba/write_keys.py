@@ -1,5 +1,6 @@
 """ops/torch/write_keys.py in one call, for rows that hold the values themselves."""
 
+import numba
 import numpy as np
 import torch
 
@@ -12,24 +13,24 @@ from atom_vllm_bridge.models.ops.rows import flat_rows
 from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 
 
+@numba.njit
+def nearest(b):
+    """A float32's bits → those of the nearest bfloat16, ties to even."""
+    if (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+        return np.uint32(0x7FC0)
+    odd = (b >> np.uint32(16)) & np.uint32(1)
+    return np.uint32((b + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
 @compiled()
 def _round(bits, row):
-    """float32's bits to a row of them, or to the nearest bfloat16, ties to even."""
-    if row.itemsize == 4:
-        row[:] = bits
-        return
+    """float32's bits to a row of them, or to the nearest bfloat16."""
     for c in range(row.size):
-        b = np.uint32(bits[c])
-        if (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-            row[c] = 0x7FC0
-        else:
-            row[c] = (
-                b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))
-            ) >> np.uint32(16)
+        row[c] = bits[c] if row.itemsize == 4 else nearest(np.uint32(bits[c]))
 
 
 @compiled(fastmath={"contract", "reassoc", "nsz"})
-def _write_keys(x, weight, eps, rotation, rows, ids):
+def store_keys(x, weight, eps, rotation, rows, ids):
     d = x.shape[1]
     key = np.empty((1, 1, d), np.float32)
     bits = key.view(np.uint32)[0, 0]
@@ -58,7 +59,7 @@ def write_keys(
     x, flat = x.float().contiguous(), flat_rows(rows)
     plain = rows.dtype in BITS and rows.shape[-1] == x.shape[-1]
     if plain and flat is not None and few(x) and not trained(weight):
-        _write_keys(
+        store_keys(
             x.numpy(),
             weight.numpy(),
             eps,
