@@ -8,6 +8,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import numpy as np
 import torch
 
+from atom_vllm_bridge.models.ops.gradients import trained
 from atom_vllm_bridge.models.ops.numba import (
     experts,
     hc_pre,
@@ -18,7 +19,7 @@ from atom_vllm_bridge.models.ops.numba import (
 from atom_vllm_bridge.models.ops.numba import (
     layer as compiled,
 )
-from atom_vllm_bridge.models.ops.numba.few import MOST, trained
+from atom_vllm_bridge.models.ops.numba.few import MOST
 from atom_vllm_bridge.models.ops.numba.team import team
 from atom_vllm_bridge.models.ops.panels import WIDTH
 from atom_vllm_bridge.models.ops.rows import flat_rows, pitch
