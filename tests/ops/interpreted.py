@@ -18,14 +18,19 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 if os.environ.get(HERE):
     os.environ["TRITON_INTERPRET"] = "1"
 
-runs = pytest.mark.skipif(
-    not ON_GPU and HERE not in os.environ,
-    reason="runs in a process in which Triton is interpreted",
-)
-gpu_only = pytest.mark.skipif(not ON_GPU, reason="these sizes need a GPU")
-outside = pytest.mark.skipif(
-    ON_GPU or HERE in os.environ, reason="the tests of this file run as they are"
-)
+runs = pytest.mark.kernel
+gpu_only = pytest.mark.real_size
+outside = pytest.mark.interpreting
+
+
+def elsewhere(item: pytest.Item) -> bool:
+    """Whether a test is not for this process: what has a kernel runs on a GPU or under the interpreter."""
+    if item.get_closest_marker("kernel") and not ON_GPU and HERE not in os.environ:
+        return True
+    if item.get_closest_marker("real_size") and not ON_GPU:
+        return True
+    interpreting = item.get_closest_marker("interpreting") is not None
+    return interpreting and (ON_GPU or HERE in os.environ)
 
 
 def run_interpreted(file: str) -> None:

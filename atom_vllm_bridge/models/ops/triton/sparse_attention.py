@@ -27,7 +27,7 @@ from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 PROGRAMS = 132
 MOST_SPLITS = 64
 # Launch hints by what is multiplied: most (query, head) pairs a tile, keys a block, warps, stages.
-HINTS = {tl.float32: (16, 16, 8, 1), tl.bfloat16: (32, 32, 8, 2)}
+HINTS = {tl.float32: (16, 16, 8, 1), tl.bfloat16: (64, 64, 8, 2)}
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
