@@ -64,11 +64,14 @@ $(TOOLS): $(SERVER)
 PRESETS := schoolbook tiny agreeing
 MADE_HERE := $(PRESETS:%=checkpoints/%) $(PRESETS:%=checkpoints/%-mtp)
 checkpoints/%/config.json: | $(SERVER)
-	@$(BIN)/atom-vllm-bridge checkpoint make checkpoints/$* --preset $*
+	@$(BIN)/atom-vllm-bridge checkpoint make checkpoints/$* --preset $* --overwrite
+
+# Laid out again after an upgrade.
+checkpoints/schoolbook/config.json checkpoints/schoolbook-mtp/config.json: $(wildcard atom_vllm_bridge/checkpoint/schoolbook/*.safetensors)
 
 # The same with an MTP layer in place of the DSpark stages.
 checkpoints/%-mtp/config.json: | $(SERVER)
-	@$(BIN)/atom-vllm-bridge checkpoint make checkpoints/$*-mtp --preset $* --draft mtp
+	@$(BIN)/atom-vllm-bridge checkpoint make checkpoints/$*-mtp --preset $* --draft mtp --overwrite
 
 checkpoints: checkpoints/schoolbook/config.json checkpoints/schoolbook-mtp/config.json
 

@@ -229,7 +229,9 @@ def test_make_serve_makes_the_checkpoint_and_prints_a_request_once_it_is_ready(
     done = make_serve(installed, f"PORT={port}", "SERVE_ARGS=--dtype float32")
     assert done.returncode == 0, done.stderr
     made, started, asked, *rest = [line for line in done.stdout.splitlines() if line]
-    assert made == "checkpoint make checkpoints/schoolbook --preset schoolbook"
+    assert (
+        made == "checkpoint make checkpoints/schoolbook --preset schoolbook --overwrite"
+    )
     assert started.startswith(
         f"started with serve checkpoints/schoolbook --port {port} "
     )
@@ -262,8 +264,8 @@ def test_make_makes_every_checkpoint_that_the_catalog_serves_on_a_cpu(installed)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "checkpoint make checkpoints/schoolbook --preset schoolbook",
-        "checkpoint make checkpoints/schoolbook-mtp --preset schoolbook --draft mtp",
+        "checkpoint make checkpoints/schoolbook --preset schoolbook --overwrite",
+        "checkpoint make checkpoints/schoolbook-mtp --preset schoolbook --draft mtp --overwrite",
     ]
     cases = json.loads((ROOT / "recipes/catalog.json").read_text())["cases"]
     for case in cases:

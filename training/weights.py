@@ -40,7 +40,7 @@ class Weights:
             value = draw(name, logical[name].shape, hf, GAINS, seed)
             values[name] = _start(name, value, hf["hc_mult"])
         self.leaves: dict[str, torch.Tensor] = {}
-        for name, value in _stack(values).items():
+        for name, value in stacked(values).items():
             leaf = value.to(device)
             trained = leaf.is_floating_point() and not name.endswith("gate.bias")
             self.leaves[name] = leaf.requires_grad_(trained)
@@ -151,7 +151,8 @@ def _start(name: str, value: torch.Tensor, streams: int) -> torch.Tensor:
     return value
 
 
-def _stack(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def stacked(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors under the checkpoint's names, experts in ascending order → leaves; what `published` undoes."""
     stacked: dict[str, Any] = {}
     for name, value in values.items():
         if found := _EXPERT.fullmatch(name):

@@ -1,6 +1,7 @@
 """`atom-vllm-bridge eval`: accuracy with and without speculation, and acceptance, of a served model."""
 
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +15,17 @@ if TYPE_CHECKING:
 
 AS_SERVED = "as-served"
 
+# Options that mean something only of a checkpoint or a URL, of a catalog, and of servers that are started here.
+OF_A_MODEL = (
+    *("serve_flags", "num_fewshot", "limit", "arms", "mtp_model", "shots", "data"),
+    *("concurrency", "max_model_len"),
+)
+OF_A_CATALOG = ("case", "where")
+OF_A_SERVER = ("serve_flags", "arms", "mtp_model", "max_model_len")
+
 
 def evaluate(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -85,6 +95,10 @@ def evaluate(
     out.mkdir(parents=True, exist_ok=True)
     if (model is None) == (catalog is None):
         raise typer.BadParameter("name either MODEL_OR_URL or --catalog FILE.")
+    if catalog is not None:
+        _refuse_given(context, OF_A_MODEL, "a case of the catalog says it")
+    else:
+        _refuse_given(context, OF_A_CATALOG, "there is no --catalog")
     try:
         if catalog is not None:
             good = _run_catalog(catalog, case or [], where, out)
@@ -92,9 +106,11 @@ def evaluate(
             assert model is not None
             name = "schoolbook" if shots == "as-is" else "schoolbook_renumbered"
             task = Task(name, num_fewshot, limit, data, concurrency)
-            if _is_url(model) and serve_flags:
+            if _is_url(model):
+                _refuse_given(context, OF_A_SERVER, f"{model} runs already")
+            if "--speculative-config" in (serve_flags or []):
                 _refuse(
-                    f"{model} runs already: {serve_flags[0]} is for servers that are started here. Leave it out, or name a checkpoint."
+                    "--speculative-config is each arm's own. Leave it out, and name arms: --arms off,dspark-5."
                 )
             flags = ["--max-model-len", str(max_model_len), *(serve_flags or [])]
             chosen = [arm.strip() for arm in arms.split(",")]
@@ -214,10 +230,27 @@ def _write(out: Path, report: dict[str, Any], text: str) -> None:
     (out / "table.md").write_text(text + "\n", encoding="utf-8")
 
 
+def _refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Options that would change nothing."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "what stands after --" if name == "serve_flags" else _option(name)
+            _refuse(f"{option} is not taken here: {why}. Leave it out.")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _require_lm_eval() -> None:
     from importlib.util import find_spec
 
-    if missing := [name for name in ("lm_eval", "jsonschema") if not find_spec(name)]:
+    if missing := [
+        name
+        for name in ("lm_eval", "tenacity", "aiohttp", "jsonschema")
+        if not find_spec(name)
+    ]:
         _refuse(
             f"not installed: {', '.join(missing)}. Run: pip install 'atom-vllm-bridge[eval]'"
         )

@@ -230,6 +230,8 @@ class Server(LiveServer):
                 if time.monotonic() - start > self.ready_s:
                     raise self._failed(f"was not ready after {self.ready_s:.0f} s")
                 time.sleep(0.5)
+            # Another process may have taken the port meanwhile, and answers.
+            self.check()
             self.startup_s = time.monotonic() - start
             self._ask_what_is_served()
         except BaseException:

@@ -320,7 +320,23 @@ def test_what_was_measured_stands_if_a_later_arm_fails(data, tmp_path, monkeypat
         (["http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models does not answer"),
         (
             ["http://127.0.0.1:9", "--", "--dtype", "float32"],
-            "http://127.0.0.1:9 runs already: --dtype is for servers",
+            "what stands after -- is not taken here: http://127.0.0.1:9 runs already.",
+        ),
+        (
+            ["http://127.0.0.1:9", "--arms", "off"],
+            "--arms is not taken here: http://127.0.0.1:9 runs already. Leave it out.",
+        ),
+        (
+            ["--catalog", "x.json", "--num-fewshot", "0"],
+            "--num-fewshot is not taken here: a case of the catalog says it. Leave it out.",
+        ),
+        (
+            ["DIR", "--case", "one"],
+            "--case is not taken here: there is no --catalog. Leave it out.",
+        ),
+        (
+            ["DIR", "--", "--speculative-config", "{}"],
+            "--speculative-config is each arm's own. Leave it out,",
         ),
         (["DIR", "--data", "."], "schoolbook_test.jsonl is not there. Name the folder"),
         (["--catalog", "no-such-file"], "no-such-file"),

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atom_vllm_bridge.checkpoint.schoolbook import reader
+from atom_vllm_bridge.checkpoint.schoolbook import FOLDER, reader
 from atom_vllm_bridge.models.deepseek_v4.checkpoint import check_headers, tensor_table
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
-from training import corpus, losses, model, publish
+from training import corpus, losses, model, publish, report
 from training.corpus import ANSWER, PROMPT, PROSE
 from training.phases import PHASES, Phase, run
 from training.stream import batches
@@ -122,3 +122,12 @@ def test_confidence_is_taught_the_chance_of_acceptance():
     assert told.grad[0, 0, 1].abs() < 1e-7
     assert float(figures["accepted at T=1"]) == pytest.approx(1 + 1 + 0.5)
     assert float(figures["accepted greedily"]) == pytest.approx(1 + 1 + 0)
+
+
+def test_the_shipped_draft_is_accepted_and_knows_when():
+    figures = report.drafts(FOLDER, 5, 2, "cpu")
+    for kind, least in (("answer", 0.9), ("prose", 0.8)):
+        accepted = figures[kind]["accepted at temperature 1"]
+        assert len(accepted) == 5
+        assert min(accepted) > least
+        assert max(figures[kind]["calibration error"]) <= 0.05
