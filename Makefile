@@ -96,7 +96,7 @@ print(f"\nReady. Try:\n\ncurl {url}/v1/completions -H 'Content-Type: application
 endef
 export ANNOUNCE
 
-# A checkpoint made here is served in 2 GiB of memory, and schoolbook with its draft; another model in what the platform finds.
+# A checkpoint made here is served by a worker of about 2 GiB, and schoolbook with its draft; another model in what the platform finds.
 MADE := $(filter $(MADE_HERE),$(MODEL))
 SIZE := $(if $(MADE),--max-model-len $(if $(findstring schoolbook,$(MADE)),4096,32768) --kv-cache-memory-bytes 1G,--max-model-len auto)
 DRAFT ?= $(if $(filter %/schoolbook,$(MADE)),--speculative-config '{"method": "dspark"}')

@@ -72,7 +72,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_license(wheel):
     files = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "atom_vllm_bridge").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file() and path.parent.name != "__pycache__"
     }
     assert files - set(wheel) == set()
     assert {Path(name).suffix for name in files} >= {".safetensors", ".jsonl", ".yaml"}
@@ -260,7 +260,10 @@ def test_make_serve_keeps_a_checkpoint_that_is_there(installed):
 
 def test_make_makes_every_checkpoint_that_the_catalog_serves_on_a_cpu(installed):
     done = subprocess.run(
-        ["make", "checkpoints"], cwd=installed, capture_output=True, text=True
+        ["make", "--no-print-directory", "checkpoints"],
+        cwd=installed,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [

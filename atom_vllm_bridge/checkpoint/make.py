@@ -80,6 +80,8 @@ def make(
         ValueError: a value that is not on offer, or dimensions that do not fit together.
         FileExistsError: `out` holds something and overwrite is False.
     """
+    # Before anything is removed to make room.
+    _layouts(layout, like, wo_a)
     config = build_config(
         preset, layout=layout, layers=layers, draft=draft, overrides=overrides
     )
@@ -91,8 +93,6 @@ def make(
         source = schoolbook.source(draft_kind(config))
     else:
         source = _random(config, {**GAINS, **(gains or {})}, seed)
-    # Before anything is removed to make room.
-    _layouts(layout, like, wo_a)
     out = Path(out)
     _prepare(out, overwrite)
     if tokenizer and preset == "schoolbook":

@@ -314,7 +314,10 @@ def test_the_draft_can_do_without_a_confidence_head(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"preset": "huge"}, "no preset 'huge': choose one of tiny, flash-shaped"),
+        (
+            {"preset": "huge"},
+            "no preset 'huge': choose one of tiny, schoolbook, flash-shaped",
+        ),
         ({"layout": "int4"}, "no layout 'int4': choose one of bf16, mxfp4, fp8"),
         ({"draft": "eagle"}, "no draft 'eagle': choose one of dspark, mtp, none"),
         ({"like": "fp8"}, "like='fp8' is for layout 'bf16', not 'mxfp4'"),

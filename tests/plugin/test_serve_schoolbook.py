@@ -1,6 +1,9 @@
 """The checkpoint that comes with the package, served as `make serve` does: answers, acceptance, and both ways to measure it."""
 
 import json
+import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,9 @@ from atom_vllm_bridge.measure.server import Server
 from atom_vllm_bridge.measure.speed import Client, arms_of
 from atom_vllm_bridge.measure.workload import workload_of
 
+ROOT = Path(__file__).parents[2]
 MEASURE = Path(atom_vllm_bridge.__file__).parent / "measure"
-OPTIONS = "--max-model-len 4096 --max-num-seqs 8 --kv-cache-memory-bytes 512M --reasoning-parser deepseek_v4"
+OPTIONS = "--max-model-len 4096 --max-num-seqs 8 --kv-cache-memory-bytes 512M --reasoning-parser deepseek_v4 --served-model-name checkpoints/schoolbook"
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +110,30 @@ def test_bench_counts_what_the_server_counts(server, arm, tmp_path):
     assert point.acceptance.length == pytest.approx(
         1 + sum(point.acceptance.by_position)
     )
+
+
+def test_the_curl_of_the_readme_is_answered_as_shown(server):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"^\$ (curl .*?)\n(\{.*?\})\n```", readme, re.DOTALL | re.M)
+    command = shlex.split(shown[1].replace("\\\n", " "))
+    command[1] = command[1].replace("http://localhost:8000", server.url)
+    done = subprocess.run(
+        [command[0], "--silent", "--show-error", *command[1:]],
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    answer, documented = json.loads(done.stdout), json.loads(shown[2])
+    assert holds(answer, documented)
+
+
+def holds(answer, documented) -> bool:
+    """Whether what is documented is in the answer, which has more fields."""
+    if isinstance(documented, dict):
+        return all(
+            key in answer and holds(answer[key], value)
+            for key, value in documented.items()
+        )
+    if isinstance(documented, list):
+        return all(map(holds, answer, documented)) and len(answer) == len(documented)
+    return answer == documented
