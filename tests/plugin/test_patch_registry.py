@@ -304,6 +304,8 @@ def test_a_spawned_child_has_the_same_table() -> None:
     child.join(timeout=60)
     assert child.exitcode == 0
     patches = registry.load()
+    for patch in patches:
+        patches.restore(patch.id)
     patches.apply_all(runner="v2", process="worker")
     here = patches.table()
     for patch in patches:
