@@ -35,8 +35,8 @@ def save(weights: Weights, part: str, out: Path) -> None:
     save_file(weights.state(), out / f"{part}.safetensors")
 
 
-def restore(part: str, seed: int, device: str, out: Path) -> Weights:
-    """Weights of a part that was trained before.
+def saved(part: str, out: Path) -> dict[str, torch.Tensor]:
+    """The leaves of a part that was trained before.
 
     Raises:
         FileNotFoundError: it was not.
@@ -46,8 +46,14 @@ def restore(part: str, seed: int, device: str, out: Path) -> Weights:
         raise FileNotFoundError(
             f"{path} is missing: run the phase that trains the {part} first"
         )
+    return load_file(path)
+
+
+def restore(part: str, seed: int, device: str, out: Path) -> Weights:
+    """Weights that hold `saved`, which raises FileNotFoundError."""
+    state = saved(part, out)
     weights = new(part, seed, device)
-    weights.restore(load_file(path))
+    weights.restore(state)
     return weights
 
 

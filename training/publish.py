@@ -32,7 +32,8 @@ def checkpoint(out: Path) -> Path:
     for part, where in (("dspark", folder), ("mtp", out / "with-mtp")):
         shutil.rmtree(where, ignore_errors=True)
         where.mkdir()
-        values = _values(out, "target") | _values(out, part)
+        leaves = model.saved("target", out) | model.saved(part, out)
+        values = dict(published(leaves))
         make.write(where, model.config_of(part), values.__getitem__, "mxfp4")
     for file in (out / "tokenizer").iterdir():
         shutil.copyfile(file, folder / file.name)
@@ -43,12 +44,3 @@ def checkpoint(out: Path) -> Path:
     save_file(draft, folder / "mtp.safetensors", metadata={"format": "pt"})
     shutil.rmtree(out / "with-mtp")
     return folder
-
-
-def _values(out: Path, part: str) -> dict[str, torch.Tensor]:
-    path = out / f"{part}.safetensors"
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is missing: run the phase that trains the {part} first"
-        )
-    return dict(published(load_file(path)))

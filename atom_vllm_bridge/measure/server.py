@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,17 +100,17 @@ BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 def counted(page: str) -> Counters:
     """Read the text of /metrics; the engines of a data-parallel server are added up."""
-    found: Counter[str] = Counter()
-    positions: Counter[int] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
+    positions: defaultdict[int, float] = defaultdict(float)
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if sample.name in NAMES:
-                found[NAMES[sample.name]] += sample.value  # type: ignore[assignment]
+                found[NAMES[sample.name]] += sample.value
             elif sample.name == BY_POSITION:
-                positions[int(sample.labels["position"])] += sample.value  # type: ignore[assignment]
+                positions[int(sample.labels["position"])] += sample.value
     return Counters(
-        **{name: float(found[name]) for name in NAMES.values()},
-        accepted_by_position=tuple(float(positions[i]) for i in sorted(positions)),
+        **{name: found[name] for name in NAMES.values()},
+        accepted_by_position=tuple(positions[i] for i in sorted(positions)),
     )
 
 

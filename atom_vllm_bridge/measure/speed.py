@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atom_vllm_bridge.measure.accuracy import Arm as Draft
 from atom_vllm_bridge.measure.server import Counters, LiveServer, Server
 from atom_vllm_bridge.measure.workload import (
     KINDS,
@@ -63,24 +64,21 @@ def arms_of(
         draft_tokens: K of DSpark; None leaves it as the draft was trained.
     """
     notes = []
-    dspark: dict[str, Any] = {"method": "dspark"}
     if draft_tokens is not None:
-        dspark |= {"num_speculative_tokens": draft_tokens}
         notes.append(f"DSpark drafts {draft_tokens} tokens a step.")
-    every = {"off": Arm("off", model), "dspark": Arm("dspark", model, _drafts(dspark))}
+    dspark, mtp = Draft("dspark", draft_tokens), Draft("mtp", 1)
+    every = {
+        "off": Arm("off", model),
+        "dspark": Arm("dspark", model, tuple(dspark.flags)),
+    }
     if mtp_model is not None:
-        mtp = {"method": "mtp", "num_speculative_tokens": 1}
-        every["mtp"] = Arm("mtp", mtp_model, _drafts(mtp))
+        every["mtp"] = Arm("mtp", mtp_model, tuple(mtp.flags))
         notes.append(f"MTP drafts 1 token a step, from `{mtp_model}`.")
     elif "mtp" in names:
         notes.append(
             "MTP is left out: --mtp-model names no checkpoint with an MTP stage."
         )
     return [every[name] for name in names if name in every], notes
-
-
-def _drafts(config: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("--speculative-config", json.dumps(config))
 
 
 @dataclass(frozen=True)
