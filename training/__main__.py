@@ -41,12 +41,12 @@ def train(
         curves.draw(out / f"{name}.jsonl")
         told = {"phase": name, "seconds": round(time.monotonic() - started)}
         if phase.part == "target":
-            weights = model.restore("target", seed, device, out)
+            weights = model.restore("target", seed, device, out, name)
             view, text = model.frozen(weights), Tokenizer.from_file(str(tokenizer))
             told["0-shot"] = answers.exact_match(view, text, 0, 256, device)
             told["8-shot"] = answers.exact_match(view, text, 8, 64, device)
         print(json.dumps(told), flush=True)
-    if all((out / f"{part}.safetensors").exists() for part in model.PARTS):
+    if all((out / f"{name}.safetensors").exists() for name in model.FINISHED.values()):
         publish.checkpoint(out)
 
 

@@ -3,7 +3,6 @@
 A server with caches measures the same with `atom-vllm-bridge eval`; this needs nothing but the training forward.
 """
 
-import json
 import random
 import re
 
@@ -11,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from atom_vllm_bridge.measure.tasks import FOLDER
 from training import model
 from training.corpus import prompt
 from training.dense import Dense
+from training.frozen import HELD_OUT
 from training.layer import Tensors, Trace
+from training.problems import Problem, problem
 
 ANSWER_TOKENS, ROWS_AT_ONCE = 128, 256
 _FINAL = re.compile(r"#### (-?[0-9]+)")
@@ -24,16 +24,19 @@ _FINAL = re.compile(r"#### (-?[0-9]+)")
 def exact_match(
     view: Tensors, tokenizer: Tokenizer, shots: int, count: int, device: str
 ) -> float:
-    """Share of `count` held-out problems that are answered right, each after `shots` training problems."""
-    problems = _read("schoolbook_test.jsonl")[:count]
-    examples = _read("schoolbook_shots.jsonl")
-    choice = random.Random(0)
+    """Share of `count` held-out problems that are answered right, each after `shots` training problems.
+
+    They are other problems than those of `atom-vllm-bridge eval`, whose figures must not have steered anything.
+    """
+    rng = random.Random("progress")
     prompts, wanted = [], []
-    for problem in problems:
-        solved = [_form(shot) for shot in choice.sample(examples, shots)]
-        asked = prompt(problem["question"])
-        prompts.append(tokenizer.encode("\n\n".join([*solved, asked])).ids)
-        wanted.append(problem["answer"].rpartition("#### ")[2])
+    for number in range(count):
+        made = problem(rng, HELD_OUT[number % 2])
+        solved = [_form(problem(rng)) for _ in range(shots)]
+        prompts.append(
+            tokenizer.encode("\n\n".join([*solved, prompt(made.question)])).ids
+        )
+        wanted.append(str(made.value))
     right = 0
     for first in range(0, count, ROWS_AT_ONCE):
         at = slice(first, first + ROWS_AT_ONCE)
@@ -75,10 +78,5 @@ def _continue(
     ]
 
 
-def _form(problem: dict[str, str]) -> str:
-    return f"{prompt(problem['question'])} {problem['answer']}"
-
-
-def _read(name: str) -> list[dict[str, str]]:
-    with (FOLDER / name).open() as lines:
-        return [json.loads(line) for line in lines]
+def _form(made: Problem) -> str:
+    return f"{prompt(made.question)} {made.answer}"

@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from atom_vllm_bridge.checkpoint.tokenizer import BOS, EOS, write_tokenizer
 from training.problems import Problem, problem
 from training.prose import paragraph
 
-LENGTH = 2049
-"""Tokens of a row: 2048 inputs and, one later, their 2048 targets."""
+INPUTS = 2048
+LENGTH = INPUTS + 1
+"""Tokens of a row: the inputs and, one later, their targets."""
 
 VOCABULARY = 1024
 SHARES = {"shots": 0.6, "chat": 0.1, "prose": 0.3}
@@ -111,7 +111,20 @@ def rows(
     workers: int = 1,
     split: str = "train",
 ) -> Rows:
-    """Make rows 0 … count − 1 of a seed.
+    """Rows 0 … count − 1 of a seed; see `chunks`."""
+    parts = chunks(tokenizer_dir, seed, count, workers, split)
+    tokens, kinds = zip(*parts, strict=True)
+    return Rows(np.concatenate(tokens), np.concatenate(kinds))
+
+
+def chunks(
+    tokenizer_dir: str | Path,
+    seed: int,
+    count: int,
+    workers: int = 1,
+    split: str = "train",
+) -> Iterator[Rows]:
+    """Make rows 0 … count − 1 of a seed, CHUNK at a time; several workers run ahead.
 
     Args:
         tokenizer_dir: holds tokenizer.json.
@@ -128,29 +141,14 @@ def rows(
     size = Tokenizer.from_file(file).get_vocab_size()
     if size > 1 << 16:
         raise ValueError(f"{file} has {size} ids, but rows are uint16: 65536 at most")
-    made = Rows(
-        np.empty((count, LENGTH), np.uint16), np.empty((count, LENGTH), np.uint8)
-    )
-    chunks = [range(i, min(i + CHUNK, count)) for i in range(0, count, CHUNK)]
+    numbers = [range(i, min(i + CHUNK, count)) for i in range(0, count, CHUNK)]
     make = functools.partial(_chunk, file, seed, split)
-    with tqdm(total=count, unit="row", disable=None) as bar:
-
-        def keep(chunk: range, part: Rows) -> None:
-            made.tokens[chunk.start : chunk.stop] = part.tokens
-            made.kinds[chunk.start : chunk.stop] = part.kinds
-            bar.update(len(chunk))
-
-        if workers == 1:
-            for chunk in chunks:
-                keep(chunk, make(chunk))
-        else:
-            # Spawned: a fork of a process with threads of torch or tokenizers may hang.
-            with multiprocessing.get_context("spawn").Pool(
-                workers, _one_thread
-            ) as pool:
-                for chunk, part in zip(chunks, pool.imap(make, chunks), strict=True):
-                    keep(chunk, part)
-    return made
+    if workers == 1:
+        yield from map(make, numbers)
+        return
+    # Spawned: a fork of a process with threads of torch or tokenizers may hang.
+    with multiprocessing.get_context("spawn").Pool(workers, _one_thread) as pool:
+        yield from pool.imap(make, numbers)
 
 
 def _one_thread() -> None:

@@ -6,18 +6,16 @@ the same; the tests make them again and compare.
 
 import json
 import random
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import atom_vllm_bridge
 from training.corpus import prompt
 from training.problems import Problem, problem, renumbered
-from training.prose import paragraph
+from training.prose import beginning, paragraph
 
 TESTS, SHOTS, PROMPTS = 1000, 64, 200
 HELD_OUT = ("text", "template")
-SENTENCE_END = re.compile(r'[.!?]"?(?=\s)')
 MEASURE = Path(atom_vllm_bridge.__file__).parent / "measure"
 
 Record = dict[str, str | int]
@@ -61,20 +59,16 @@ def _held_out(seed: str, count: int, without: set[str]) -> Iterator[Problem]:
 
 
 def _beginnings(count: int) -> Iterator[str]:
-    """The first two or three sentences of distinct held-out paragraphs.
-
-    What is held out is the paragraph: one that is trained on may begin with the same sentences.
-    """
+    """The first two or three sentences of held-out paragraphs, all distinct."""
     rng, seen = random.Random("beginnings"), set[str]()
     while len(seen) < count:
         text = paragraph(rng, "text")
         if "\n1. " in text:
             continue  # the number of a step would pass for a sentence
-        ends = [match.end() for match in SENTENCE_END.finditer(text)]
-        beginning = text[: ends[rng.randint(1, 2)]]
-        if beginning not in seen:
-            seen.add(beginning)
-            yield beginning
+        begun = beginning(text, rng.randint(2, 3))
+        if begun not in seen:
+            seen.add(begun)
+            yield begun
 
 
 def _record(made: Problem) -> Record:

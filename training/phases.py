@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from atom_vllm_bridge.models.deepseek_v4.checkpoint import draft_stages
 from training import losses, model
-from training.corpus import PROMPT
+from training.corpus import INPUTS, PROMPT
 from training.dense import Dense
 from training.layer import Trace
 from training.losses import Target
@@ -32,13 +32,13 @@ class Phase:
     """One run.
 
     Attributes:
-        name: also names its files.
+        name: also names its files: weights, figures and curves.
         part: what it trains, a key of model.PARTS.
         steps, batch: how long, and rows a step.
         rate: highest learning rate; it rises over the first 4 % of the steps.
         last_rate: at the end, as a fraction of `rate`; it falls linearly over the last `falling` of the steps.
         rounded: compute with the values that the checkpoint can store.
-        resumes: start from the part's saved weights.
+        start: the phase from whose weights it starts; None: from new ones.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Phase:
     last_rate: float = 0.02
     falling: float = 1.0
     rounded: bool = True
-    resumes: bool = False
+    start: str | None = None
 
     def rate_at(self, step: int) -> float:
         rise = min(1.0, (step + 1) / max(1, self.steps * 0.04))
@@ -60,7 +60,7 @@ class Phase:
 
 PHASES = (
     Phase("target-1", "target", 1500, 32, 2.5e-3, 1.0, rounded=False),
-    Phase("target-2", "target", 1600, 32, 2e-3, resumes=True),
+    Phase("target-2", "target", 1600, 32, 2e-3, start="target-1"),
     Phase("dspark", "dspark", 1800, 32, 2e-3),
     Phase("mtp", "mtp", 500, 32, 2e-3),
 )
@@ -80,11 +80,14 @@ def run(
         FileNotFoundError: weights that the phase builds on are missing.
         FloatingPointError: the loss is not a number.
     """
-    if phase.resumes:
-        weights = model.restore(phase.part, seed, device, out)
+    if phase.start:
+        weights = model.restore(phase.part, seed, device, out, phase.start)
     else:
         weights = model.new(phase.part, seed, device)
-    dense = Dense(model.dimensions(), model.LENGTH, device)
+    target = ""
+    if phase.part != "target":
+        target = model.digest(model.FINISHED["target"], out)
+    dense = Dense(model.dimensions(), INPUTS, device)
     if compiled:
         dense.compile()
     step_of = _step(phase, out, seed, device, dense)
@@ -125,7 +128,7 @@ def run(
                     )
                 log.write(json.dumps({"step": number + 1, **told}) + "\n")
                 bar.set_postfix(told, refresh=False)
-    model.save(weights, phase.part, out)
+    model.save(weights, phase.name, out, target)
 
 
 def _step(phase: Phase, out: Path, seed: int, device: str, dense: Dense) -> Step:
@@ -155,7 +158,7 @@ def _step(phase: Phase, out: Path, seed: int, device: str, dense: Dense) -> Step
         ids = rows.ids[:, :-1]
         # Blocks stand where a server drafts: the token after the first is an answer's or prose's.
         wanted = (rows.kinds[:, 1:] != PROMPT).float() + 1e-3
-        wanted[:, model.LENGTH - size :] = 0.0
+        wanted[:, INPUTS - size :] = 0.0
         anchors = wanted.multinomial(DRAFTED // size, generator=generator)
         return losses.dspark_loss(
             losses.draft_blocks(

@@ -13,7 +13,18 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from training.stories import MONEY, THINGS, TOUR, Family, Form
+from training.stories import (
+    ENDED,
+    GOES_ON,
+    MANNERS,
+    MONEY,
+    OPENED,
+    THINGS,
+    TOUR,
+    Family,
+    Form,
+    begun,
+)
 from training.stories_more import BAKING, CROWD, GARDEN, PRACTICE, READING
 
 FAMILIES = (THINGS, MONEY, TOUR, PRACTICE, BAKING, READING, CROWD, GARDEN)
@@ -28,11 +39,16 @@ ATTEMPTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What stays when the numbers change."""
+    """What stays when the numbers change.
+
+    Attributes:
+        beginnings: of the answer's sentences, one a form.
+    """
 
     family: Family
     forms: tuple[Form, ...]
     cast: dict[str, str]
+    beginnings: tuple[str, ...] = ()
 
     @property
     def template(self) -> str:
@@ -149,7 +165,12 @@ def _story(rng: random.Random) -> Story:
         for role in family.roles:
             cast.update(rng.choice(role))
         if cast.get("friend") != cast.get("name", ""):
-            return Story(family, tuple(forms), cast)
+            return Story(family, tuple(forms), cast, _beginnings(len(forms), rng))
+
+
+def _beginnings(count: int, rng: random.Random) -> tuple[str, ...]:
+    ways = [OPENED, *[GOES_ON] * (count - 2), ENDED]
+    return tuple(rng.choices(way, MANNERS)[0] for way in ways)
 
 
 def _numbered(story: Story, template: str, rng: random.Random) -> Problem | None:
@@ -158,7 +179,7 @@ def _numbered(story: Story, template: str, rng: random.Random) -> Problem | None
         slots: dict[str, str | int] = dict(story.cast)
         asked, told = [], []
         value, steps = rng.randint(*story.forms[0].a), 0
-        for form in story.forms:
+        for form, beginning in zip(story.forms, story.beginnings, strict=True):
             slots["a"] = value
             if form.op:
                 operand = _operand(form, value, rng)
@@ -169,7 +190,7 @@ def _numbered(story: Story, template: str, rng: random.Random) -> Problem | None
                     break
                 steps += form.steps
             asked.append(form.asks.format_map(slots))
-            told.append(form.tells.format_map(slots))
+            told.append(begun(beginning, form.tells).format_map(slots))
         else:
             answer = " ".join(told)
             return Problem(

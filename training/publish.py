@@ -27,12 +27,24 @@ def checkpoint(out: Path) -> Path:
 
     Raises:
         FileNotFoundError: a part has not been trained.
+        ValueError: a draft was trained for another target than the one that is there.
     """
     folder = out / "schoolbook"
+    target = model.digest(model.FINISHED["target"], out)
+    for part in ("dspark", "mtp"):
+        if model.target_of(model.FINISHED[part], out) != target:
+            raise ValueError(
+                f"{out}: {part} was trained for another target than the one saved there; run --phases {part} again."
+            )
     for part, where in (("dspark", folder), ("mtp", out / "with-mtp")):
         shutil.rmtree(where, ignore_errors=True)
         where.mkdir()
-        leaves = model.saved("target", out) | model.saved(part, out)
+        phases = (model.FINISHED["target"], model.FINISHED[part])
+        leaves = {
+            name: leaf
+            for phase in phases
+            for name, leaf in model.saved(phase, out).items()
+        }
         values = dict(published(leaves))
         make.write(where, model.config_of(part), values.__getitem__, "mxfp4")
     for file in (out / "tokenizer").iterdir():

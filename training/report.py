@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from atom_vllm_bridge.checkpoint.schoolbook import FOLDER, reader
 from atom_vllm_bridge.models.deepseek_v4.checkpoint import draft_stages, tensor_table
 from training import corpus, losses, model
-from training.corpus import ANSWER, PROSE
+from training.corpus import ANSWER, INPUTS, PROSE
 from training.dense import Dense
 from training.layer import Trace
 from training.weights import stacked
@@ -41,7 +41,7 @@ def drafts(folder: Path, size: int, rows: int, device: str) -> dict[str, Any]:
     hf = model.config_of("dspark")
     view = _view(folder, device)
     target = losses.Target(view, tuple(hf["dspark_target_layer_ids"]))
-    dense = Dense(model.dimensions(), model.LENGTH, device)
+    dense = Dense(model.dimensions(), INPUTS, device)
     made = corpus.rows(folder, SEED, rows, split="text")
     ids = torch.from_numpy(made.tokens.astype(np.int64)).to(device)
     kinds = torch.from_numpy(made.kinds).to(device)
@@ -54,7 +54,7 @@ def drafts(folder: Path, size: int, rows: int, device: str) -> dict[str, Any]:
         for row in range(rows):
             if (inside[row] > 0).sum() < ANCHORS:
                 continue
-            anchors = inside[row : row + 1, : model.LENGTH - size]
+            anchors = inside[row : row + 1, : INPUTS - size]
             parts.append(
                 losses.draft_blocks(
                     dense,

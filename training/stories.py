@@ -5,8 +5,11 @@ Every story follows one number (things owned, dollars, kilometres, …). A form 
 number changes, in the question's words and in the answer's. The person whose story it is
 is the only one whom a pronoun can mean.
 
-Slots: `a` is the number before the form, `r` after it, `n` and `m` what the form brings,
-`eq` the equation of the form, `eq1` the product that comes before it in a form of two steps.
+Slots: `a` is the number before the form, `n` and `m` what the form brings, `eq` the equation
+of the form, `eq1` the product that comes before it in a form of two steps.
+
+An answer's sentence may be told in several ways, which differ in how it begins; which one is
+drawn is all that a question leaves open about its answer.
 """
 
 from dataclasses import dataclass
@@ -53,6 +56,28 @@ class Family:
 
 
 F = Form
+OPENED = ("", "First, ", "We know that ")
+GOES_ON = ("", "Then ", "Next, ")
+ENDED = ("So ", "Therefore ", "")
+"""How the first, any middle and the last sentence of an answer begin."""
+
+MANNERS = (5, 3, 2)
+"""How often, in tenths, each of these is drawn: the likeliest is likelier by far, so that greedy text has one reading."""
+
+
+def begun(beginning: str, sentence: str) -> str:
+    """A sentence with its slots open, and a beginning before it."""
+    if not beginning:
+        return sentence
+    if sentence.startswith("{"):
+        # Names and numbers are as they are.
+        for slot in ("{He}", "{His}"):
+            if sentence.startswith(slot):
+                return beginning + slot.lower() + sentence.removeprefix(slot)
+        return beginning + sentence
+    return beginning + sentence[0].lower() + sentence[1:]
+
+
 GROUPS, EACH = (2, 9), (4, 24)
 TWICE = (2, 2)
 
@@ -87,8 +112,8 @@ THINGS = Family(
         F("×−", "{He} gives {n} friends {m} {things} each.", "The friends get {eq1}, which leaves {eq}."),
     ),
     (
-        F("", "How many {things} does {name} have now?", "So {name} has {a} {things}."),
-        F("", "How many {things} does {he} have in the end?", "In the end {he} has {a}."),
+        F("", "How many {things} does {name} have now?", "{name} has {a} {things}."),
+        F("", "How many {things} does {he} have in the end?", "{He} has {a} in the end."),
         F("", "What is the number of {things} that {name} has now?", "The number of {things} is {a}."),
         F("÷", "{He} puts all of {his} {things} into {n} {boxes}, the same number into each. How many {things} are in each {box}?", "Each {box} holds {eq} {things}."),
         F("÷", "Exactly {n} {things} fit into one {box}. How many {boxes} does {he} need for all of {his} {things}?", "{He} needs {eq} {boxes}."),
@@ -127,8 +152,8 @@ MONEY = Family(
         F("÷", "{He} spends half of {his} money at the fair.", "Half of the money is {eq} dollars.", TWICE),
     ),
     (
-        F("", "How many dollars does {name} have now?", "So {name} has {a} dollars."),
-        F("", "How much money, in dollars, does {he} have in the end?", "In the end {he} has {a} dollars."),
+        F("", "How many dollars does {name} have now?", "{name} has {a} dollars."),
+        F("", "How much money, in dollars, does {he} have in the end?", "{He} has {a} dollars in the end."),
         F("to", "{A_big} costs {n} dollars. How many more dollars does {name} need to buy it?", "{He} still needs {eq} dollars."),
         F("÷", "One {ticket} costs {n} dollars. How many {tickets} can {he} buy with all of {his} money?", "{He} can buy {eq} {tickets}."),
         F("÷", "{He} spends all of {his} money in {n} days, the same amount each day. How many dollars does {he} spend a day?", "Each day {he} spends {eq} dollars."),
@@ -161,8 +186,8 @@ TOUR = Family(
         F("÷", "{He} joins a team of {n} who share the distance equally, so that {he} does only one part.", "One of {n} parts is {eq} kilometres."),
     ),
     (
-        F("", "How many kilometres does {name} have to go?", "So {name} has to go {a} kilometres."),
-        F("", "How long, in kilometres, is {his} way in the end?", "In the end it is {a} kilometres."),
+        F("", "How many kilometres does {name} have to go?", "{name} has to go {a} kilometres."),
+        F("", "How long, in kilometres, is {his} way in the end?", "It is {a} kilometres in the end."),
         F("÷", "{He} goes {n} kilometres an hour. How many hours does {he} need?", "{He} needs {eq} hours.", (3, 10)),
         F("÷", "{He} goes the same distance on each of {n} days. How many kilometres does {he} go a day?", "Each day {he} goes {eq} kilometres."),
         F("−", "{name} has already gone {n} kilometres. How many kilometres are still ahead?", "Still ahead are {eq} kilometres."),

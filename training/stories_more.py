@@ -27,7 +27,7 @@ PRACTICE = Family(
         F("÷", "All of this time is spread equally over {n} weeks, and only one week counts.", "One of {n} weeks has {eq} minutes."),
     ),
     (
-        F("", "How many minutes of {doing} does {name} count in the end?", "So {name} counts {a} minutes of {doing}."),
+        F("", "How many minutes of {doing} does {name} count in the end?", "{name} counts {a} minutes of {doing}."),
         F("", "How many minutes does {he} write down?", "{He} writes down {a} minutes."),
         F("to", "{His} goal is {n} minutes. How many minutes are still missing?", "Still missing are {eq} minutes."),
         F("÷", "The time that counts is divided into {n} equal lessons. How many minutes long is a lesson?", "A lesson is {eq} minutes long."),
@@ -41,7 +41,7 @@ BAKING = Family(
     "baking",
     (words.PERSON, words.MUFFIN, words.CHERRY, words.RELATIVE),
     (
-        F("", "{name} bakes {a} {muffins}.", "{name} bakes {a} {muffins} at first."),
+        F("", "{name} bakes {a} {muffins}.", "{name} bakes {a} {muffins}."),
         F("×", "{name} bakes {a} trays with {n} {muffins} on each tray.", "{a} trays with {n} each are {eq} {muffins}.", EACH, GROUPS),
         F("+", "For a party, {name} makes {a} {muffins} in the morning and {n} in the afternoon.", "On that day {name} makes {eq} {muffins}."),
         F("−", "{name} makes {a} {muffins}, but {n} of them burn.", "Without the burnt ones there are {eq} {muffins}.", (2, 20), (30, 99)),
@@ -61,8 +61,8 @@ BAKING = Family(
         F("÷", "{He} divides the {muffins} equally among {n} boxes and keeps only one box.", "One of {n} boxes holds {eq} {muffins}."),
     ),
     (
-        F("", "How many {muffins} does {name} have now?", "So {name} has {a} {muffins}."),
-        F("", "How many {muffins} does {he} have in the end?", "In the end {he} has {a} {muffins}."),
+        F("", "How many {muffins} does {name} have now?", "{name} has {a} {muffins}."),
+        F("", "How many {muffins} does {he} have in the end?", "{He} has {a} {muffins} in the end."),
         F("÷", "{He} puts all the {muffins} on {n} plates, the same number on each. How many {muffins} are on each plate?", "Each plate has {eq} {muffins}."),
         F("÷", "A bag holds {n} {muffins}. How many bags does {he} need for all the {muffins}?", "{He} needs {eq} bags."),
         F("×", "{He} sells all the {muffins} for {n} dollars each. How many dollars does {he} earn?", "{He} earns {eq} dollars."),
@@ -94,7 +94,7 @@ READING = Family(
         F("÷", "The pages that {he} still has to read are shared equally among {n} pupils, and {name} is one of them.", "Each of the {n} pupils gets {eq} pages."),
     ),
     (
-        F("", "How many pages are now left for {name} to read?", "So {a} pages are left."),
+        F("", "How many pages are now left for {name} to read?", "{a} pages are left."),
         F("", "How many pages does {he} still have to read?", "{He} still has to read {a} pages."),
         F("÷", "From now on {he} reads {n} pages a day. How many days does {he} need to finish?", "To finish {he} needs {eq} days."),
         F("÷", "The pages that {name} has to read now are spread evenly over {n} days. How many pages is that a day?", "That is {eq} pages a day."),
@@ -107,14 +107,14 @@ CROWD = Family(
     "crowd",
     (words.CROWD, words.PLACE, words.GIFT, words.DAY),
     (
-        F("", "On {day}, there are {a} {people} {in_place}.", "At first there are {a} {people}."),
+        F("", "On {day}, there are {a} {people} {in_place}.", "There are {a} {people}."),
         F("×", "{n} groups of {a} {people} meet {in_place}.", "{n} groups are {eq} {people}.", GROUPS, EACH),
         F("+", "There are {a} {people} from the town and {n} from the villages {in_place}.", "From town and villages there are {eq} {people}."),
         F("−", "Of {a} {people} {in_place}, {n} leave early.", "After that there are {eq} {people}.", a=(30, 99)),
         F("×", "{a} buses, each with {n} {people}, arrive {in_place}.", "The {a} buses bring {eq} {people}.", EACH, GROUPS),
     ),
     (
-        F("+", "Then {n} more arrive.", "Then {n} more arrive: {eq}."),
+        F("+", "Then {n} more arrive.", "{n} more arrive: {eq}."),
         F("+", "A train brings {n} more {people}.", "With those from the train there are {eq} {people}."),
         F("−", "After an hour {n} {people} go home.", "Now {n} go home: {eq}."),
         F("−", "A bus takes {n} {people} away.", "The bus leaves {eq} {people} behind."),
@@ -126,8 +126,8 @@ CROWD = Family(
         F("÷", "The {people} form {n} equal teams, and all teams but one leave.", "One of {n} teams has {eq} {people}."),
     ),
     (
-        F("", "How many {people} are there now?", "So there are {a} {people}."),
-        F("", "How many {people} are {in_place} in the end?", "In the end there are {a} {people} {in_place}."),
+        F("", "How many {people} are there now?", "There are {a} {people}."),
+        F("", "How many {people} are {in_place} in the end?", "There are {a} {people} {in_place} in the end."),
         F("÷", "All the {people} there form {n} teams of the same size. How many {people} are in each team?", "Each team has {eq} {people}."),
         F("÷", "All the {people} there stand in rows of {n}. How many rows are there?", "There are {eq} rows."),
         F("×", "Each of the {people} there gets {n} {gifts}. How many {gifts} are needed?", "This takes {eq} {gifts}."),
@@ -161,8 +161,8 @@ GARDEN = Family(
         F("÷", "{He} divides the {plants} equally among {n} gardens, of which only one is {his} own.", "One of {n} gardens has {eq} {plants}."),
     ),
     (
-        F("", "How many {plants} does {name} have now?", "So {name} has {a} {plants}."),
-        F("", "How many {plants} are there in {his} garden in the end?", "In the end there are {a} {plants}."),
+        F("", "How many {plants} does {name} have now?", "{name} has {a} {plants}."),
+        F("", "How many {plants} are there in {his} garden in the end?", "There are {a} {plants} in the end."),
         F("×", "Each of {his} {plants} needs {n} cups of water a week. How many cups of water do all of them need a week?", "They need {eq} cups of water."),
         F("÷", "{He} moves all {his} {plants} into {n} beds, the same number into each. How many {plants} are in each bed?", "Each bed has {eq} {plants}."),
         F("÷", "All {his} {plants} stand in rows of {n}. How many rows are there?", "There are {eq} rows."),

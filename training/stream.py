@@ -1,8 +1,6 @@
 """Rows of training text on the device, made in the background while the device computes."""
 
-import itertools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +8,6 @@ import numpy as np
 import torch
 
 from training import corpus
-
-FIRST, CHUNK = 512, 4096
-"""Rows made before training can begin, and at once from then on."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +27,13 @@ def batches(
     tokenizer: Path, seed: int, batch: int, steps: int, device: str, workers: int
 ) -> Iterator[Rows]:
     """`steps` batches of `batch` rows; the same for the same seed, whatever the number of workers."""
-    total = batch * steps
-    starts = [0, *range(FIRST - FIRST % batch, total, CHUNK - CHUNK % batch)]
-    chunks = list(itertools.pairwise([*starts, total]))
-
-    def make(first: int, end: int) -> corpus.Rows:
-        return corpus.rows(tokenizer, seed + first, end - first, workers)
-
-    with ThreadPoolExecutor(1) as background:
-        coming = background.submit(make, *chunks[0])
-        for following in [*chunks[1:], None]:
-            made = coming.result()
-            if following is not None:
-                coming = background.submit(make, *following)
-            for at in range(0, len(made.tokens), batch):
-                tokens = made.tokens[at : at + batch].astype(np.int64)
-                kinds = made.kinds[at : at + batch]
-                yield Rows(
-                    torch.from_numpy(tokens).to(device),
-                    torch.from_numpy(kinds).to(device),
-                )
+    nothing = np.empty((0, corpus.LENGTH), np.uint8)
+    left = corpus.Rows(nothing.astype(np.uint16), nothing)
+    for part in corpus.chunks(tokenizer, seed, batch * steps, workers):
+        made = corpus.Rows(*map(np.concatenate, zip(left, part, strict=True)))
+        whole = len(made.tokens) // batch * batch
+        for at in range(0, whole, batch):
+            ids = torch.from_numpy(made.tokens[at : at + batch].astype(np.int64))
+            kinds = torch.from_numpy(made.kinds[at : at + batch])
+            yield Rows(ids.to(device), kinds.to(device))
+        left = corpus.Rows(made.tokens[whole:], made.kinds[whole:])

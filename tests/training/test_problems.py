@@ -16,6 +16,7 @@ from training.problems import (
     templates,
     text_is_held_out,
 )
+from training.stories import ENDED, GOES_ON, OPENED, begun
 
 EQUATION = re.compile(r"(\d+) ([+−×÷]) (\d+) = (\d+)")
 OPERATIONS = {
@@ -114,10 +115,31 @@ def test_the_held_out_share_is_the_stated_one(drawn):
     assert share == pytest.approx(1 / HELD_OUT_TEXTS, rel=0.2)
 
 
-def test_the_question_determines_the_answer(drawn):
+def test_a_question_determines_its_answer_but_for_how_sentences_begin(drawn):
+    ways = [*OPENED, *GOES_ON, *ENDED]
+    either = "|".join(filter(None, ways))
+    beginning = re.compile(rf"(^|(?<=[.:] ))({either})")
     answers = {}
     for made in drawn:
-        assert answers.setdefault(made.question, made.answer) == made.answer
+        bare = beginning.sub("", made.answer).lower()
+        assert answers.setdefault(made.question, bare) == bare
+
+
+def test_the_likeliest_beginning_is_drawn_half_of_the_time(drawn):
+    first = Counter(made.story.beginnings[0] for made in drawn)
+    last = Counter(made.story.beginnings[-1] for made in drawn)
+    for counts, ways in ((first, OPENED), (last, ENDED)):
+        shares = [counts[way] / len(drawn) for way in ways]
+        assert shares == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
+        assert counts.total() == len(drawn)
+
+
+def test_a_beginning_leaves_names_and_numbers_as_they_are():
+    assert begun("Then ", "{He} buys {n}.") == "Then {he} buys {n}."
+    assert begun("So ", "The {things} bring {eq}.") == "So the {things} bring {eq}."
+    assert begun("So ", "{name} has {a}.") == "So {name} has {a}."
+    assert begun("First, ", "{n} days are {eq}.") == "First, {n} days are {eq}."
+    assert begun("", "{He} buys {n}.") == "{He} buys {n}."
 
 
 def test_renumbering_changes_the_numbers_and_nothing_else(drawn):

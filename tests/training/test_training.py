@@ -53,17 +53,17 @@ def test_a_rate_rises_stays_and_falls():
 
 
 def test_saved_weights_are_the_checkpoints_tensors(tmp_path):
-    for part in ("target", "dspark", "mtp"):
+    for part, phase in model.FINISHED.items():
         weights = model.new(part, 1, "cpu")
-        model.save(weights, part, tmp_path)
+        model.save(weights, phase, tmp_path)
         again = model.restore(part, 2, "cpu", tmp_path)
         assert all(
             torch.equal(leaf, again.leaves[name])
             for name, leaf in weights.leaves.items()
         )
     saved = {
-        part: dict(published(load_file(tmp_path / f"{part}.safetensors")))
-        for part in model.PARTS
+        part: dict(published(load_file(tmp_path / f"{phase}.safetensors")))
+        for part, phase in model.FINISHED.items()
     }
     for draft in ("dspark", "mtp"):
         table = tensor_table(model.config_of(draft), "bf16")
@@ -75,10 +75,11 @@ def test_saved_weights_are_the_checkpoints_tensors(tmp_path):
 
 def test_what_a_phase_trained_is_published_as_it_was_computed(tokenizer, tmp_path):
     shutil.copytree(tokenizer, tmp_path / "tokenizer")
-    for part in ("target", "mtp"):
-        model.save(model.new(part, 1, "cpu"), part, tmp_path)
-    run(Phase("once", "dspark", 1, 1, 1e-2), tmp_path, 1, "cpu", 1, compiled=False)
-    (told,) = map(json.loads, (tmp_path / "once.jsonl").read_text().splitlines())
+    model.save(model.new("target", 1, "cpu"), "target-2", tmp_path)
+    digest = model.digest("target-2", tmp_path)
+    model.save(model.new("mtp", 1, "cpu"), "mtp", tmp_path, digest)
+    run(Phase("dspark", "dspark", 1, 1, 1e-2), tmp_path, 1, "cpu", 1, compiled=False)
+    (told,) = map(json.loads, (tmp_path / "dspark.jsonl").read_text().splitlines())
     assert told["step"] == 1
     assert told["divergence"] > 0
     before = model.new("dspark", 1, "cpu")
@@ -100,8 +101,18 @@ def test_what_a_phase_trained_is_published_as_it_was_computed(tokenizer, tmp_pat
 
 
 def test_what_a_phase_builds_on_must_be_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="run the phase that trains the target"):
+    with pytest.raises(FileNotFoundError, match="run the phase target-2 first"):
         model.restore("target", 0, "cpu", tmp_path)
+
+
+def test_a_draft_of_another_target_is_not_published(tokenizer, tmp_path):
+    shutil.copytree(tokenizer, tmp_path / "tokenizer")
+    model.save(model.new("target", 1, "cpu"), "target-2", tmp_path)
+    digest = model.digest("target-2", tmp_path)
+    model.save(model.new("dspark", 1, "cpu"), "dspark", tmp_path, digest)
+    model.save(model.new("mtp", 1, "cpu"), "mtp", tmp_path, "of another")
+    with pytest.raises(ValueError, match="run --phases mtp again"):
+        publish.checkpoint(tmp_path)
 
 
 def test_a_head_that_tells_the_truth_is_calibrated():
