@@ -42,11 +42,12 @@ TOLERANCE = 1e-3
 
 @cache
 def checkpoint(**overrides) -> Path:
-    """A directory with a bf16 checkpoint of SMALL, drawn once a run."""
+    """A directory with a checkpoint of SMALL, bf16 unless a `layout` is given, drawn once a run."""
+    layout = overrides.pop("layout", "bf16")
     gains = overrides.pop("gains", None)
     return make(
         Path(mkdtemp(prefix="deepseek-v4-")) / "checkpoint",
-        layout="bf16",
+        layout=layout,
         draft="none",
         overrides=SMALL
         | {k: list(v) if isinstance(v, tuple) else v for k, v in overrides.items()},

@@ -11,11 +11,12 @@ from torch import nn
 from atom_vllm_bridge.models.deepseek_v4.compressor import Compressor
 from atom_vllm_bridge.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.indexer import Indexer
-from atom_vllm_bridge.models.deepseek_v4.packing import Packable
+from atom_vllm_bridge.models.deepseek_v4.packing import Packable, Slot, rows
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan
 from atom_vllm_bridge.models.deepseek_v4.state import Cache, LayerState
 from atom_vllm_bridge.models.ops import panels
 from atom_vllm_bridge.models.ops.registry import resolve
+from atom_vllm_bridge.models.quantization.kept import Kept
 from atom_vllm_bridge.models.quantization.kv_codecs import KVCodec
 
 # Up to so many entries for one selected, reading all and hiding some beats fetching the selected ones for every query.
@@ -75,24 +76,21 @@ class Attention(Packable):
         fp32 = {"dtype": torch.float32, "device": device}
         # Matrices are stored input by input, transposed against the checkpoint: with few tokens a CPU reads them 2.5 times
         # as fast so. Only wo_a, multiplied in groups, is faster as it comes.
-        self.w_in = nn.Parameter(
-            torch.empty(config.hidden_size, sum(self.columns.values()), **kind)
-        )
+        hold = resolve("hold", device)
+        # Checkpoints quantise what comes first; compressors and the indexer's weights stay as they are.
+        first = self.q_rank + self.dim
+        bands = [first, sum(self.columns.values()) - first]
+        self.w_in = hold([b for b in bands if b], config.hidden_size, **kind)
         self.q_norm = nn.Parameter(torch.empty(self.q_rank, **fp32))
         self.kv_norm = nn.Parameter(torch.empty(self.dim, **fp32))
-        self.wq_b = nn.Parameter(torch.empty(self.q_rank, query_rows, **kind))
+        self.wq_b = hold([query_rows], self.q_rank, **kind)
         self.sink = nn.Parameter(torch.empty(self.num_heads, **fp32))
-        self.wo_a = nn.Parameter(
-            torch.empty(
-                self.groups,
-                config.o_lora_rank,
-                self.num_heads * self.dim // self.groups,
-                **kind,
-            )
+        width = self.num_heads * self.dim // self.groups
+        self.wo_a = hold(
+            [config.o_lora_rank], width, count=self.groups, by_output=True, **kind
         )
-        self.wo_b = nn.Parameter(
-            torch.empty(self.groups * config.o_lora_rank, config.hidden_size, **kind)
-        )
+        low = self.groups * config.o_lora_rank
+        self.wo_b = hold([config.hidden_size], low, **kind)
         self.linear = resolve("linear", device)
         self.rms_norm = resolve("rms_norm", device)
         self.query_heads = resolve("query_heads", device)
@@ -206,47 +204,52 @@ class Attention(Packable):
         y = self.grouped_output_projection(o, self.wo_a, self.wo_b)
         return y[:, : self.hidden]
 
-    def weight_slots(self) -> dict[str, torch.Tensor]:
+    def weight_slots(self) -> dict[str, Slot]:
         """Where each published tensor of the layer goes: views into the fused matrices."""
         self.unpack()
-        w_in = dict(
-            zip(
-                self.columns,
-                self.w_in.data.mT.split(list(self.columns.values())),
-                strict=True,
-            )
-        )
-        slots = {
-            "wq_a.weight": w_in["q_low"],
+        at, first = {}, 0
+        for name, width in self.columns.items():
+            at[name], first = first, first + width
+        kv_end = at["kv"] + self.dim
+        wo_a = self.wo_a
+        slots: dict[str, Slot] = {
+            "wq_a.weight": rows(self.w_in, 0, self.q_rank),
             "q_norm.weight": self.q_norm.data,
-            "wq_b.weight": self.wq_b.data.mT[: self.query_rows],
-            "wkv.weight": w_in["kv"],
+            "wq_b.weight": rows(self.wq_b, 0, self.query_rows),
+            "wkv.weight": rows(self.w_in, at["kv"], kv_end),
             "kv_norm.weight": self.kv_norm.data,
             "attn_sink": self.sink.data,
-            "wo_a.weight": self.wo_a.data.flatten(0, 1),
-            "wo_b.weight": self.wo_b.data.mT,
+            "wo_a.weight": (
+                wo_a.rows(0, self.groups * wo_a.outputs)
+                if isinstance(wo_a, Kept)
+                else wo_a.data.flatten(0, 1)
+            ),
+            "wo_b.weight": rows(self.wo_b),
         }
         if self.compressor is not None:
-            slots |= _compressor_slots(
-                "compressor.", self.compressor, w_in["compressor"]
+            slots |= self._compressor_slots(
+                "compressor.", self.compressor, at["compressor"]
             )
         if self.indexer is not None:
-            slots |= _compressor_slots(
-                "indexer.compressor.",
-                self.indexer.compressor,
-                w_in["index_compressor"],
+            compressor, first = self.indexer.compressor, at["index_weight"]
+            slots |= self._compressor_slots(
+                "indexer.compressor.", compressor, at["index_compressor"]
             )
-            slots["indexer.weights_proj.weight"] = w_in["index_weight"]
-            slots["indexer.wq_b.weight"] = self.wq_b.data.mT[self.query_rows :]
+            end = first + self.indexer.num_heads
+            slots["indexer.weights_proj.weight"] = rows(self.w_in, first, end)
+            slots["indexer.wq_b.weight"] = rows(self.wq_b, self.query_rows)
         return slots
 
-
-def _compressor_slots(
-    prefix: str, compressor: Compressor, projection: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    kv, gate = projection.chunk(2)
-    slots = {"wkv.weight": kv, "wgate.weight": gate, **compressor.weight_slots()}
-    return {prefix + name: slot for name, slot in slots.items()}
+    def _compressor_slots(
+        self, prefix: str, compressor: Compressor, first: int
+    ) -> dict[str, Slot]:
+        half = compressor.projected // 2
+        slots = {
+            "wkv.weight": rows(self.w_in, first, first + half),
+            "wgate.weight": rows(self.w_in, first + half, first + 2 * half),
+            **compressor.weight_slots(),
+        }
+        return {prefix + name: slot for name, slot in slots.items()}
 
 
 def _need(cache: Cache | None) -> Cache:

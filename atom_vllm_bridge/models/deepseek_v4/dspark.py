@@ -19,6 +19,7 @@ from torch import nn
 from atom_vllm_bridge.models.deepseek_v4.config import MOE, SLIDING, DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.hyper_connections import HyperHead
 from atom_vllm_bridge.models.deepseek_v4.model import Block
+from atom_vllm_bridge.models.deepseek_v4.packing import Slot, rows
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan, Tiles
 from atom_vllm_bridge.models.deepseek_v4.rope import frequencies, rotations
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, Cache, LayerState
@@ -152,7 +153,7 @@ class DSparkDraft(nn.Module):
             Block(config, SLIDING, MOE, kv_codec, dtype, device) for _ in range(stages)
         )
         taps = len(dspark.target_layer_ids) * d
-        self.main_proj = nn.Parameter(torch.empty(taps, d, **kind))
+        self.main_proj = resolve("hold", device)([d], taps, **kind)
         self.main_norm = nn.Parameter(torch.empty(d, **fp32))
         self.hc_head = HyperHead(config, device)
         self.norm = nn.Parameter(torch.empty(d, **fp32))
@@ -161,6 +162,7 @@ class DSparkDraft(nn.Module):
         self.confidence_head = (
             nn.Parameter(torch.empty(d + rank, **fp32)) if confidence else None
         )
+        self.linear = resolve("linear", device)
         self.rms_norm = resolve("rms_norm", device)
         theta = frequencies(config, compressed=False).to(device)
         self.register_buffer("theta", theta, persistent=False)
@@ -169,7 +171,7 @@ class DSparkDraft(nn.Module):
     def context(self, taps: torch.Tensor) -> torch.Tensor:
         """[T, n · d], the taps of a token side by side → its context row [T, d]."""
         eps = self.config.rms_norm_eps
-        return self.rms_norm(taps @ self.main_proj, self.main_norm, eps)
+        return self.rms_norm(self.linear(taps, self.main_proj), self.main_norm, eps)
 
     def write_context(
         self, context: torch.Tensor, positions: torch.Tensor, windows: Sequence[Cache]
@@ -234,10 +236,10 @@ class DSparkDraft(nn.Module):
         both = torch.cat((hidden, embedded), -1).float()
         return torch.sigmoid(both @ self.confidence_head)
 
-    def weight_slots(self) -> dict[str, torch.Tensor]:
+    def weight_slots(self) -> dict[str, Slot]:
         """Every tensor that the checkpoint publishes for the draft → the memory it is copied to."""
-        slots = {
-            "mtp.0.main_proj.weight": self.main_proj.data.mT,
+        slots: dict[str, Slot] = {
+            "mtp.0.main_proj.weight": rows(self.main_proj),
             "mtp.0.main_norm.weight": self.main_norm.data,
         }
         for i, stage in enumerate(self.stages):

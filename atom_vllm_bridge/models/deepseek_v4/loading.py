@@ -1,4 +1,4 @@
-"""Load a checkpoint into a model: pair, dequantise, copy, and account for every tensor.
+"""Load a checkpoint into a model: pair, dequantise or keep, copy, and account for every tensor.
 
 The model offers slots, name → view of a parameter in its logical shape. Tensors arrive one
 by one in any order; a quantised weight waits for its scale. Nothing is taken on trust: at
@@ -15,8 +15,10 @@ import torch
 from tqdm import tqdm
 
 from atom_vllm_bridge.models.deepseek_v4.checkpoint import CheckpointError
+from atom_vllm_bridge.models.deepseek_v4.packing import Slot
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards, place_tensors
 from atom_vllm_bridge.models.quantization import block_fp8, mxfp4
+from atom_vllm_bridge.models.quantization.kept import Part
 
 __all__ = ["CheckpointError", "LoadReport", "check_shards", "iterate", "load"]
 
@@ -65,7 +67,7 @@ class LoadReport:
 
 
 def load(
-    slots: Mapping[str, torch.Tensor],
+    slots: Mapping[str, Slot],
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     ignore: Callable[[str], bool] = lambda name: False,
@@ -81,7 +83,7 @@ def load(
 
     Args:
         slots: checkpoint name → destination, in the logical (dequantised) shape. Values
-            are converted to its dtype.
+            are converted to its dtype; a `Part` keeps those that are quantised.
         tensors: (name, tensor) in any order; one at a time is held, and the halves of
             pairs that are not complete.
         ignore: names to leave out, counted in the report.
@@ -163,7 +165,7 @@ class _Loading:
 
     def __init__(
         self,
-        slots: Mapping[str, torch.Tensor],
+        slots: Mapping[str, Slot],
         where: Callable[[str], str | None] | None,
     ):
         self.slots = slots
@@ -226,7 +228,9 @@ class _Loading:
         elif tensor.shape != slot.shape:
             self.refuse(name, f"is {_shape(tensor)}, expected {_shape(slot)}")
         elif self.check_experts(name, tensor):
-            self.fill(name, tensor, tensor)
+            with torch.no_grad():
+                slot.copy_(tensor)
+            self.count(tensor)
             if scale is not None:
                 self.fault(_scale_name(name), _UNSCALED)
 
@@ -265,18 +269,20 @@ class _Loading:
                 if weight.dtype == torch.float8_e4m3fn
                 else mxfp4.dequantize
             )
-            device = slot.device
-            values = dequantize(weight.to(device), scale.to(device))
-            self.fill(name, values, weight, scale)
+            if isinstance(slot, Part):
+                slot.keep(weight, scale)
+            else:
+                device = slot.device
+                with torch.no_grad():
+                    slot.copy_(dequantize(weight.to(device), scale.to(device)))
+            self.count(weight, scale)
 
     def refuse(self, name: str, what: str) -> None:
         """Report a weight, and expect its scale to come to nothing."""
         self.refused.add(name)
         self.fault(name, what)
 
-    def fill(self, name: str, values: torch.Tensor, *stored: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.slots[name].copy_(values)
+    def count(self, *stored: torch.Tensor) -> None:
         self.report.filled += 1
         self.report.tensors += len(stored)
         self.report.nbytes += sum(tensor.nbytes for tensor in stored)
@@ -318,7 +324,7 @@ def _scale_name(weight: str) -> str:
     return weight.removesuffix(".weight") + ".scale"
 
 
-def _shape(tensor: torch.Tensor) -> str:
+def _shape(tensor: Slot) -> str:
     return str(list(tensor.shape))
 
 

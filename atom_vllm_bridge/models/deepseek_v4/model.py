@@ -20,7 +20,7 @@ from atom_vllm_bridge.models.deepseek_v4.hyper_connections import (
     HyperHead,
 )
 from atom_vllm_bridge.models.deepseek_v4.moe import MixtureOfExperts
-from atom_vllm_bridge.models.deepseek_v4.packing import Packable
+from atom_vllm_bridge.models.deepseek_v4.packing import Packable, Slot
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan
 from atom_vllm_bridge.models.deepseek_v4.rope import frequencies
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, LayerState
@@ -68,9 +68,9 @@ class Block(nn.Module):
         """[T, n, d] → [T, n, d]."""
         return self.decoder_layers([self], streams, input_ids, plan, [state])
 
-    def weight_slots(self) -> dict[str, torch.Tensor]:
+    def weight_slots(self) -> dict[str, Slot]:
         """Where each published tensor of the layer goes, by its name below `layers.<i>.`."""
-        slots = {
+        slots: dict[str, Slot] = {
             "attn_norm.weight": self.attn_norm.data,
             "ffn_norm.weight": self.ffn_norm.data,
         }
@@ -187,13 +187,16 @@ class DeepseekV4Model(Packable):
         head = self.embed.mT if self.head is None else self.head
         return self.linear(hidden, head)[:, : self.config.vocab_size].float()
 
-    def weight_slots(self) -> dict[str, torch.Tensor]:
+    def weight_slots(self) -> dict[str, Slot]:
         """Every tensor that the checkpoint publishes for the target → the memory it is copied to.
 
         Slots are views into fused or stacked parameters, with the shape of the unquantised tensor.
         """
         self.unpack()
-        slots = {"embed.weight": self.embed.data, "norm.weight": self.norm.data}
+        slots: dict[str, Slot] = {
+            "embed.weight": self.embed.data,
+            "norm.weight": self.norm.data,
+        }
         if self.head is not None:
             slots["head.weight"] = self.head.data.mT
         head = self.hc_head.weight_slots()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from atom_vllm_bridge.models.deepseek_v4.config import HASH_MOE, DeepseekV4Config
-from atom_vllm_bridge.models.deepseek_v4.packing import Packable
+from atom_vllm_bridge.models.deepseek_v4.packing import Packable, Slot, rows
 from atom_vllm_bridge.models.ops.registry import resolve
 
 
@@ -52,10 +52,11 @@ class MixtureOfExperts(Packable):
         self.register_buffer("tid2eid", table)
         self.register_parameter("bias", bias)
         # Input by input, transposed against the checkpoint; ops/torch/experts.py says why.
-        self.w13 = nn.Parameter(torch.empty(self.num_experts, d, 2 * inner, **kind))
-        self.w2 = nn.Parameter(torch.empty(self.num_experts, inner, d, **kind))
-        self.shared_w13 = nn.Parameter(torch.empty(d, 2 * shared, **kind))
-        self.shared_w2 = nn.Parameter(torch.empty(shared, d, **kind))
+        hold = resolve("hold", device)
+        self.w13 = hold([2 * inner], d, count=self.num_experts, **kind)
+        self.w2 = hold([d], inner, count=self.num_experts, **kind)
+        self.shared_w13 = hold([2 * shared], d, **kind)
+        self.shared_w2 = hold([d], shared, **kind)
         self.router = resolve("router", device)
         self.experts = resolve("experts", device)
         self.feed_forward = resolve("feed_forward", device)
@@ -71,22 +72,20 @@ class MixtureOfExperts(Packable):
         shared = self.feed_forward(x, self.shared_w13, self.shared_w2, self.limit)
         return y.add_(shared).to(x.dtype)
 
-    def weight_slots(self) -> dict[str, torch.Tensor]:
+    def weight_slots(self) -> dict[str, Slot]:
         """Where each published tensor goes: views into the stacked experts."""
         self.unpack()
-        slots = {"gate.weight": self.gate.data}
+        slots: dict[str, Slot] = {"gate.weight": self.gate.data}
         if self.tid2eid is not None:
             slots["gate.tid2eid"] = self.tid2eid
         if self.bias is not None:
             slots["gate.bias"] = self.bias.data
-        w1, w3 = self.w13.data.mT.chunk(2, 1)
-        w2 = self.w2.data.mT
+        inner, shared = self.w2.shape[-2], self.shared_w2.shape[-2]
         for e in range(self.num_experts):
-            slots[f"experts.{e}.w1.weight"] = w1[e]
-            slots[f"experts.{e}.w2.weight"] = w2[e]
-            slots[f"experts.{e}.w3.weight"] = w3[e]
-        w1, w3 = self.shared_w13.data.mT.chunk(2)
-        slots["shared_experts.w1.weight"] = w1
-        slots["shared_experts.w2.weight"] = self.shared_w2.data.mT
-        slots["shared_experts.w3.weight"] = w3
+            slots[f"experts.{e}.w1.weight"] = rows(self.w13, 0, inner, e)
+            slots[f"experts.{e}.w2.weight"] = rows(self.w2, number=e)
+            slots[f"experts.{e}.w3.weight"] = rows(self.w13, inner, 2 * inner, e)
+        slots["shared_experts.w1.weight"] = rows(self.shared_w13, 0, shared)
+        slots["shared_experts.w2.weight"] = rows(self.shared_w2)
+        slots["shared_experts.w3.weight"] = rows(self.shared_w13, shared)
         return slots

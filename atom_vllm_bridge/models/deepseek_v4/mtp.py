@@ -13,6 +13,7 @@ from torch import nn
 from atom_vllm_bridge.models.deepseek_v4.config import MOE, SLIDING, DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.hyper_connections import HyperHead
 from atom_vllm_bridge.models.deepseek_v4.model import Block
+from atom_vllm_bridge.models.deepseek_v4.packing import Slot, rows
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan
 from atom_vllm_bridge.models.deepseek_v4.rope import frequencies
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, Cache, LayerState
@@ -47,11 +48,12 @@ class MTPDraft(nn.Module):
         fp32 = {"dtype": torch.float32, "device": device}
         self.enorm = nn.Parameter(torch.empty(d, **fp32))
         self.hnorm = nn.Parameter(torch.empty(d, **fp32))
-        self.e_proj = nn.Parameter(torch.empty(d, d, **kind))
-        self.h_proj = nn.Parameter(torch.empty(d, d, **kind))
+        hold = resolve("hold", device)
+        self.e_proj, self.h_proj = hold([d], d, **kind), hold([d], d, **kind)
         self.block = Block(config, SLIDING, MOE, kv_codec, dtype, device)
         self.hc_head = HyperHead(config, device)
         self.norm = nn.Parameter(torch.empty(d, **fp32))
+        self.linear = resolve("linear", device)
         self.rms_norm = resolve("rms_norm", device)
         theta = frequencies(config, compressed=False).to(device)
         self.register_buffer("theta", theta, persistent=False)
@@ -77,8 +79,9 @@ class MTPDraft(nn.Module):
         """
         eps = self.config.rms_norm_eps
         embedded = embedded.masked_fill((batch.positions <= 0).unsqueeze(1), 0.0)
-        token = self.rms_norm(embedded, self.enorm, eps) @ self.e_proj
-        streams = self.rms_norm(streams, self.hnorm, eps) @ self.h_proj
+        token = self.linear(self.rms_norm(embedded, self.enorm, eps), self.e_proj)
+        normed = self.rms_norm(streams, self.hnorm, eps).flatten(0, 1)
+        streams = self.linear(normed, self.h_proj).view_as(streams)
         plan = Plan(batch, self.theta, self.theta)
         return self.block(
             streams + token.unsqueeze(1), batch.positions, plan, LayerState(window)
@@ -88,13 +91,13 @@ class MTPDraft(nn.Module):
         """[T, n, d] → [T, d], what the target's output head takes."""
         return self.rms_norm(self.hc_head(streams), self.norm, self.config.rms_norm_eps)
 
-    def weight_slots(self) -> dict[str, torch.Tensor]:
+    def weight_slots(self) -> dict[str, Slot]:
         """Every tensor that the checkpoint publishes for the draft → the memory it is copied to."""
-        slots = {
+        slots: dict[str, Slot] = {
             "enorm.weight": self.enorm.data,
             "hnorm.weight": self.hnorm.data,
-            "e_proj.weight": self.e_proj.data.mT,
-            "h_proj.weight": self.h_proj.data.mT,
+            "e_proj.weight": rows(self.e_proj),
+            "h_proj.weight": rows(self.h_proj),
             "norm.weight": self.norm.data,
             **self.block.weight_slots(),
         }

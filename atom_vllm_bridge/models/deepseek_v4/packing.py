@@ -1,12 +1,16 @@
 """Matrices after a load: kept as the ops of this device like them best, and given back plain when weights come again."""
 
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import nn
 
 from atom_vllm_bridge.models.ops import panels
 from atom_vllm_bridge.models.ops.registry import resolve
+from atom_vllm_bridge.models.quantization.kept import Kept, Part
+
+# What a matrix of a checkpoint is copied to.
+Slot: TypeAlias = torch.Tensor | Part
 
 
 class Packable(nn.Module):
@@ -24,7 +28,9 @@ class Packable(nn.Module):
         """Pack this module's own matrices, where a provider packs."""
         for name in (*self.by_input, *self.by_output):
             parameter = getattr(self, name)
-            if parameter is None or parameter.requires_grad or name in self._plain:
+            if parameter is None or isinstance(parameter, Kept):
+                continue
+            if parameter.requires_grad or name in self._plain:
                 continue
             w = parameter.data.mT if name in self.by_output else parameter.data
             packed = resolve("pack", w.device)(w)
@@ -40,6 +46,18 @@ class Packable(nn.Module):
             w = w.mT if name in self.by_output else w
             parameter.data = w.contiguous()
         self._plain.clear()
+
+
+def rows(
+    w: nn.Parameter | Kept, first: int = 0, end: int | None = None, number: int = 0
+) -> Slot:
+    """Outputs `first` … `end` − 1 of a matrix stored input by input, [r, a]; of several, of that of this number."""
+    if isinstance(w, Kept):
+        end = w.outputs if end is None else end
+        before = number * w.outputs
+        return w.rows(before + first, before + end)
+    one = w.data if w.dim() == 2 else w.data[number]
+    return one.mT[first:end]
 
 
 def pack(model: nn.Module) -> None:

@@ -7,6 +7,8 @@ A matrix [a, b], input by input, becomes [⌈b / WIDTH⌉, a, WIDTH], its last p
 import torch
 import torch.nn.functional as F
 
+from atom_vllm_bridge.models.quantization.kept import Kept
+
 # Columns of a panel: one cache line of bfloat16.
 WIDTH = 32
 
@@ -22,8 +24,10 @@ def join(panels: torch.Tensor) -> torch.Tensor:
     return panels.transpose(-2, -3).flatten(-2)
 
 
-def columns(w: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """Columns `first` … `end` − 1 of a matrix [a, b] or of its panels [P, a, WIDTH]; of panels possibly some more after them."""
+def columns(w: torch.Tensor | Kept, first: int, end: int) -> torch.Tensor | Kept:
+    """Columns `first` … `end` − 1 of a matrix [a, b], plain, kept, or as panels [P, a, WIDTH]; of panels possibly some more after them."""
+    if isinstance(w, Kept):
+        return w.columns(first, end)
     if w.dim() == 2:
         return w[:, first:end]
     if first % WIDTH:

@@ -10,14 +10,15 @@ import torch.nn.functional as F
 
 from atom_vllm_bridge.models.ops import panels
 from atom_vllm_bridge.models.ops.torch.swiglu import swiglu
+from atom_vllm_bridge.models.quantization.kept import Kept
 
 
 def experts(
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: torch.Tensor | Kept,
+    w2: torch.Tensor | Kept,
     limit: float,
 ) -> torch.Tensor:
     """Run each token through its experts.
@@ -26,15 +27,18 @@ def experts(
         x: [T, d].
         chosen: [T, k] int64.
         weights: [T, k] float32.
-        w13: [E, d, 2 · I], for each input the gate's weights beside up's; or the panels of that (ops/panels.py).
-        w2: [E, I, d], or the panels of that. Dtypes narrower than x's are widened.
+        w13: [E, d, 2 · I], for each input the gate's weights beside up's; or the panels of that (ops/panels.py), or as a GPU
+            keeps them (quantization/kept.py).
+        w2: [E, I, d], or the same of that. Dtypes narrower than x's are widened.
         limit: of the clamp in `swiglu`.
 
     Returns:
         [T, d] float32.
     """
     tokens, k = chosen.shape
-    if w13.dim() == 4:
+    if isinstance(w13, Kept) or isinstance(w2, Kept):
+        w13, w2 = (w.plain(x.dtype) if isinstance(w, Kept) else w for w in (w13, w2))
+    elif w13.dim() == 4:
         inner = w2.shape[2]
         w13 = panels.join(w13)[..., : 2 * inner].to(x.dtype)
         w2 = panels.join(w2)[..., : x.shape[1]].to(x.dtype)
