@@ -71,10 +71,11 @@ def logits(tiles: int, queries: int, entries: int, codec: RowCodec) -> Case:
     weight = torch.randn(tiles, queries, 64, device="cuda")
     keys = _keys(codec, tiles, 1, entries)
     op = resolve_from("triton", "indexer_logits")
+    available = torch.full((tiles, queries), entries, device="cuda")
     row = codec.width * codec.dtype.itemsize + 8 + 4 * queries
     return (
         f"indexer_logits {codec.name} {tiles} × {queries}, {entries} entries",
-        lambda: op(query, weight, keys.rows, keys.ids, codec),
+        lambda: op(query, weight, keys.rows, keys.ids, codec, available),
         query.nbytes + weight.nbytes + tiles * entries * row,
     )
 

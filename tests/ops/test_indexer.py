@@ -22,7 +22,9 @@ def logits_case():
 @pytest.mark.parametrize("provider", providers_of("indexer_logits"))
 def test_logits_weigh_rectified_products_of_heads(provider):
     query, weight, rows, ids = logits_case()
-    scores = resolve_from(provider, "indexer_logits")(query, weight, rows, ids, FLOAT32)
+    scores = resolve_from(provider, "indexer_logits")(
+        query, weight, rows, ids, FLOAT32, torch.full((3, 2), 7)
+    )
     for n in range(3):
         for q in range(2):
             for e in range(7):
@@ -35,10 +37,10 @@ def test_logits_weigh_rectified_products_of_heads(provider):
 
 
 def test_logits_do_not_depend_on_the_batches_of_entries(monkeypatch):
-    query, weight, rows, ids = logits_case()
-    whole = logits_module.indexer_logits(query, weight, rows, ids, FLOAT32)
+    case = (*logits_case(), FLOAT32, torch.full((3, 2), 7))
+    whole = logits_module.indexer_logits(*case)
     monkeypatch.setattr(logits_module, "TEMPORARY_BYTES", 1)
-    cut = logits_module.indexer_logits(query, weight, rows, ids, FLOAT32)
+    cut = logits_module.indexer_logits(*case)
     torch.testing.assert_close(cut, whole)
 
 

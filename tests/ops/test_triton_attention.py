@@ -174,11 +174,16 @@ def test_indexer_scores(size, gap, name, seed):
     query, weight = draw(tiles, queries, heads, dim), draw(tiles, queries, heads)
     rows = draw.rows(codec, 9, 16, gap)[:-1]
     ids = draw.below(16, tiles, entries)
+    available = draw.below(entries + 1, tiles, queries)
+    available[0] = entries
     got, want = (
-        resolve_from(provider, "indexer_logits")(query, weight, rows, ids, codec)
+        resolve_from(provider, "indexer_logits")(
+            query, weight, rows, ids, codec, available
+        )
         for provider in ("triton", "torch")
     )
-    close(got, want, tolerance(codec))
+    hidden = torch.arange(entries, device=DEVICE) >= available.unsqueeze(-1)
+    close(got.masked_fill_(hidden, 0), want.masked_fill_(hidden, 0), tolerance(codec))
 
 
 @runs
@@ -250,9 +255,11 @@ def test_all_three_replay_from_a_graph():
 
     def step():
         scores = resolve_from("triton", "indexer_logits")(
-            query2, weight, rows, ids, index
+            query2, weight, rows, ids, index, available
         )
         chosen = resolve_from("triton", "indexer_topk")(scores, available, 512)
+        beyond = torch.arange(9000, device=DEVICE) >= available.unsqueeze(-1)
+        scores = scores.masked_fill(beyond, 0)
         out = resolve_from("triton", "sparse_attention")(
             query, sink, 0.04, window, compressed, codec
         )

@@ -19,8 +19,9 @@ from atom_vllm_bridge.models.ops.registry import resolve
 from atom_vllm_bridge.models.quantization.kept import Kept
 from atom_vllm_bridge.models.quantization.kv_codecs import KVCodec
 
-# Up to so many entries for one selected, reading all and hiding some beats fetching the selected ones for every query.
-DENSE_ENTRIES = 6
+# Up to so many entries for one selected, reading all and hiding some beats fetching the selected ones for every query: on a CPU,
+# which gathers them into a matrix first. A GPU reads rows where they lie.
+DENSE_ENTRIES = {"cpu": 6}
 
 
 class Attention(Packable):
@@ -91,6 +92,7 @@ class Attention(Packable):
         )
         low = self.groups * config.o_lora_rank
         self.wo_b = hold([config.hidden_size], low, **kind)
+        self.dense_entries = DENSE_ENTRIES.get(device.type, 0)
         self.linear = resolve("linear", device)
         self.rms_norm = resolve("rms_norm", device)
         self.query_heads = resolve("query_heads", device)
@@ -177,7 +179,7 @@ class Attention(Packable):
             entries = plan.entries(compressed.table.tokens_per_row)
         query_bytes = 8 * self.num_heads * (self.window + entries)
         tiles = plan.tiles(plan.tile_size(query_bytes))
-        if selected is not None and entries > DENSE_ENTRIES * selected.shape[1]:
+        if selected is not None and entries > self.dense_entries * selected.shape[1]:
             tiles = plan.tiles(1)
         keys = None
         if compressed is not None and entries > 0:

@@ -16,6 +16,8 @@ from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 
 # A tile's scores, and the packed copy of them that is sorted.
 SCORE_BYTES = 32
+# What scores may take at once: on a CPU little, for its cache; on a GPU each launch costs.
+MOST_BYTES = {"cpu": TILE_BYTES, "cuda": 1 << 30}
 
 
 class Indexer(nn.Module):
@@ -60,13 +62,14 @@ class Indexer(nn.Module):
         query = tiles.split(self.rope(query, plan.compress_rotation))
         weight = tiles.split(weight.float() * self.scale)
         available = (tiles.positions + 1) // ratio
-        step = max(1, TILE_BYTES // (query_bytes * tiles.size))
+        most = MOST_BYTES.get(query.device.type, TILE_BYTES)
+        step = max(1, most // (query_bytes * tiles.size))
         selected = []
         for first in range(0, query.shape[0], step):
             at = slice(first, first + step)
             ids = plan.entry_ids(index, tiles, at)
             scores = self.indexer_logits(
-                query[at], weight[at], index.rows, ids, self.codec
+                query[at], weight[at], index.rows, ids, self.codec, available[at]
             )
             selected.append(self.indexer_topk(scores, available[at], self.topk))
         return tiles.join(torch.cat(selected) if len(selected) > 1 else selected[0])

@@ -18,6 +18,7 @@ def indexer_logits(
     rows: torch.Tensor,
     ids: torch.Tensor,
     codec: RowCodec,
+    available: torch.Tensor,
 ) -> torch.Tensor:
     """Score the entries of each tile for its queries.
 
@@ -27,9 +28,10 @@ def indexer_logits(
         rows: [B, R, C], the indexer's cache.
         ids: [N, E] int64, rows of the entries of each tile.
         codec: of the rows.
+        available: [N, Q] int64, how many entries a query may see; the others need not be scored.
 
     Returns:
-        [N, Q, E] float32.
+        [N, Q, E] float32; beyond the available ones, anything.
     """
     tiles, queries, heads, dim = query.shape
     query = query.reshape(tiles, queries * heads, dim)

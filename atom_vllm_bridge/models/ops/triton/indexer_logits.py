@@ -1,7 +1,8 @@
 """ops/torch/indexer_logits.py in one kernel: products of all heads are weighed and summed where they arise.
 
 A program reads a block of a tile's entries once and scores it for the tile's queries, one after another; where tiles and
-blocks are too few to fill the device, queries are spread over programs too.
+blocks are too few to fill the device, queries are spread over programs too. How many entries there may be is a limit that the
+host knows; blocks that no query of a tile sees are left out, so that a step of a graph captured for more costs what it reads.
 
 Where rows are not float32, the product is of bfloat16 with float32 sums.
 """
@@ -36,6 +37,7 @@ def indexer_logits(
     rows: torch.Tensor,
     ids: torch.Tensor,
     codec: RowCodec,
+    available: torch.Tensor,
 ) -> torch.Tensor:
     if (
         trained(query, weight)
@@ -43,7 +45,7 @@ def indexer_logits(
         or weight.dtype != torch.float32
         or not readable(rows, codec)
     ):
-        return reference.indexer_logits(query, weight, rows, ids, codec)
+        return reference.indexer_logits(query, weight, rows, ids, codec, available)
     tiles, queries, heads, _ = query.shape
     entries = ids.shape[1]
     out = query.new_empty(tiles, queries, entries)
@@ -60,6 +62,7 @@ def indexer_logits(
         weight.contiguous(),
         rows,
         ids.contiguous(),
+        available.contiguous(),
         out,
         queries,
         entries,
@@ -70,6 +73,7 @@ def indexer_logits(
         PER_BLOCK=where["PER_BLOCK"],
         ROW_STRIDE=where["ROW_STRIDE"],
         BLOCK_E=block_e,
+        BLOCK_Q=triton.next_power_of_2(queries),
         BLOCK_H=min(most_heads, max(16, triton.next_power_of_2(heads))),
         num_warps=warps,
         num_stages=stages,
@@ -84,6 +88,7 @@ def _score(
     weight,
     rows,
     ids,
+    available,
     out,
     queries,
     entries,
@@ -98,9 +103,18 @@ def _score(
     ROPE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     tile = tl.program_id(1).to(tl.int64)
+    query_of_tile = tl.arange(0, BLOCK_Q)
+    seen = tl.load(
+        available + tile * queries + query_of_tile,
+        mask=query_of_tile < queries,
+        other=0,
+    )
+    if tl.program_id(0) * BLOCK_E >= tl.max(seen):
+        return
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     inside = e < entries
     key = read_rows(
