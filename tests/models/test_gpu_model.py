@@ -17,8 +17,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 LENGTH, CHUNKS = 200, (0, 1, 70, 130, 192)
 
 
-def on_gpu(dtype=torch.float32, codec="auto"):
-    directory = checkpoint()
+LAYOUTS = pytest.mark.parametrize("layout", ["bf16", "mxfp4", "fp8"])
+
+
+def on_gpu(dtype=torch.float32, codec="auto", layout="bf16"):
+    directory = checkpoint(layout=layout)
     config = config_of(directory)
     filled = DeepseekV4Model(
         config, dtype=dtype, device="cuda", kv_codec=kv_codec(codec, dtype, config)
@@ -44,17 +47,19 @@ def in_steps(gpu, ids):
 @pytest.mark.parametrize(
     ("codec", "tolerance"), [("auto", 2e-4), ("fp8_ds_mla", 2e-2)], ids=str
 )
-def test_float32_on_a_gpu_is_float32_on_a_cpu(codec, tolerance):
+@LAYOUTS
+def test_float32_on_a_gpu_is_float32_on_a_cpu(layout, codec, tolerance):
     ids = tokens(LENGTH)
-    want = one_shot(model(checkpoint(), codec=codec), ids)
-    got = in_steps(on_gpu(codec=codec), ids)
+    want = one_shot(model(checkpoint(layout=layout), codec=codec), ids)
+    got = in_steps(on_gpu(codec=codec, layout=layout), ids)
     assert (got - want).abs().max() < tolerance
 
 
-def test_bfloat16_stays_close():
+@LAYOUTS
+def test_bfloat16_stays_close(layout):
     ids = tokens(LENGTH)
-    want = one_shot(model(checkpoint(), torch.bfloat16), ids)
-    got = in_steps(on_gpu(torch.bfloat16), ids)
+    want = one_shot(model(checkpoint(layout=layout), torch.bfloat16), ids)
+    got = in_steps(on_gpu(torch.bfloat16, layout=layout), ids)
     assert (got - want).abs().mean() < 2e-2
 
 
@@ -62,12 +67,32 @@ def test_the_ops_are_tritons():
     on_gpu()
     chosen = {c.op: c.provider for c in registry.table() if c.device == "cuda"}
     triton = {"hc_pre", "hc_post", "write_keys", "sparse_attention", "router"}
+    triton |= {"linear", "experts", "feed_forward", "grouped_output_projection"}
     assert {chosen[op] for op in triton} == {"triton"}
 
 
+def test_weights_stay_as_they_are_stored():
+    """So that neither a load nor what it leaves takes much more than the checkpoint."""
+    wide = {"hidden_size": 1024, "moe_intermediate_size": 512, "n_routed_experts": 32}
+    directory = checkpoint(layout="mxfp4", **wide)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gpu = DeepseekV4Model(config_of(directory), dtype=torch.bfloat16, device="cuda")
+    report = load(gpu.weight_slots(), iterate(directory, progress=False))
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 1.3 * report.nbytes
+    layer = gpu.layers[1]
+    formats = [
+        band.format for w in (layer.attn.w_in, layer.ffn.w13) for band in w.bands
+    ]
+    assert formats == ["fp8", "plain", "mxfp4"]
+
+
+@LAYOUTS
 @torch.inference_mode()
-def test_a_captured_step_is_the_step():
-    gpu, ids = on_gpu(), tokens(150)
+def test_a_captured_step_is_the_step(layout):
+    gpu, ids = on_gpu(layout=layout), tokens(150)
     state = LocalState(gpu.config, 3, 150, gpu.codec, device="cuda")
     for name, length in ((0, 140), (1, 70), (2, 9)):
         batch, caches = state.step([(name, 0, length)])
