@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import SupportsEagle3
 from vllm.sequence import IntermediateTensors
 
-from atom_vllm_bridge import step
+from atom_vllm_bridge import engine_ops, step
 from atom_vllm_bridge import weights as checkpoint_weights
 from atom_vllm_bridge.kv_cache import CacheLayer, cache_spec
 from atom_vllm_bridge.model_state import AtomModelState
@@ -29,7 +29,9 @@ class AtomDeepseekV4ForCausalLM(nn.Module, SupportsEagle3):
         model_config = vllm_config.model_config
         self.vllm_config = vllm_config
         # Once more, in the process that builds the model.
-        registry.configure(Settings.read(vllm_config.additional_config, os.environ).ops)
+        engine_ops.configure(
+            Settings.read(vllm_config.additional_config, os.environ).ops
+        )
         self.config = DeepseekV4Config.from_hf(model_config.hf_config.to_dict())
         codec = kv_codec(
             vllm_config.cache_config.cache_dtype, model_config.dtype, self.config

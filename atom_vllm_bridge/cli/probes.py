@@ -61,9 +61,10 @@ def ops(preference: str) -> list[dict[str, Any]]:
     """One row an op: the provider that is chosen here and why, and which others would do."""
     import torch
 
+    from atom_vllm_bridge import engine_ops
     from atom_vllm_bridge.models.ops import registry
 
-    registry.configure(preference)
+    engine_ops.configure(preference)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for op in registry.names():
         registry.resolve(op, device)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atom_vllm_bridge import engine_ops
 from atom_vllm_bridge.models.deepseek_v4 import checkpoint
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
-from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.patches import early_look
 from atom_vllm_bridge.patches.registry import PATCHES
 from atom_vllm_bridge.platforms.refusal import Refused, prepare_command_line
@@ -255,7 +255,7 @@ class AtomPlatform:
         refuse_what_cannot_be_honoured(vllm_config)
         refuse_an_unfit_checkpoint(vllm_config)
         try:
-            registry.configure(settings.ops)
+            engine_ops.configure(settings.ops)
         except ValueError as error:
             raise Refused(str(error)) from None
         cls._check_and_update_deepseek_v4(vllm_config)

@@ -19,12 +19,13 @@ class Draw:
     """Seeded tensors on the device; what is free on a GPU holds NaN."""
 
     def __init__(self, seed=0):
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator(DEVICE).manual_seed(seed)
+        self.device = {"generator": self.generator, "device": DEVICE}
         if ON_GPU:
             [torch.full((n,), torch.nan, device=DEVICE) for n in (1 << 26, 1 << 20)]
 
     def __call__(self, *shape, dtype=torch.float32):
-        return torch.randn(shape, generator=self.generator).to(DEVICE, dtype)
+        return torch.randn(shape, **self.device).to(dtype)
 
     def kept(self, formats, outputs, inputs, count=None):
         """A matrix of bands in these formats, or `count` of one band; magnitudes differ from block to block."""
@@ -32,8 +33,8 @@ class Draw:
         first = 0
         for kind, rows in zip(formats, outputs, strict=True):
             for _ in range(count or 1):
-                values = torch.randn(rows, inputs, generator=self.generator)
-                values *= torch.rand(rows, 1, generator=self.generator) / inputs**0.5
+                values = torch.randn(rows, inputs, **self.device)
+                values *= torch.rand(rows, 1, **self.device) / inputs**0.5
                 part = w.rows(first, first + rows)
                 if kind == "plain":
                     part.copy_(values)
@@ -71,7 +72,7 @@ def test_the_tests_of_this_file_pass_under_the_interpreter():
 
 # Rows, outputs of each band, inputs: odd ones for all, and those of V4-Flash.
 LINEARS = sizes(
-    [(1, (70,), 40), (3, (130,), 1300), (17, (40, 33), 600), (2, (64, 64), 1024)],
+    [(1, (70,), 40), (3, (66,), 600), (17, (40, 33), 300), (2, (24, 20), 512)],
     [
         (rows, *matrix)
         for rows in (1, 6, 16, 17, 64, 128, 200)
@@ -131,7 +132,7 @@ def test_columns_of_a_matrix_are_those_of_its_product():
 @DTYPES
 @pytest.mark.parametrize("formats", [("fp8", "fp8"), ("plain", "fp8")], ids=str)
 @sizes(
-    [(3, 2, 24, 40, 70), (5, 3, 70, 130, 64)],
+    [(3, 2, 24, 40, 70), (5, 3, 66, 130, 40)],
     [(n, 8, 1024, 4096, 4096) for n in (1, 16, 64, 128, 700)],
 )
 def test_grouped_output_projection(size, formats, dtype):
@@ -156,20 +157,18 @@ def test_feed_forward(size, dtype):
 
 def routed(draw, tokens, experts, k):
     """Choices, some experts more often than others, and one token that has one expert twice."""
-    likely = torch.rand(tokens, experts, generator=draw.generator) + torch.linspace(
-        0, 0.5, experts
-    )
+    likely = torch.rand(tokens, experts, **draw.device)
+    likely += torch.linspace(0, 0.5, experts, device=DEVICE)
     chosen = likely.topk(k).indices
     chosen[-1, -1] = chosen[-1, 0]
-    weights = torch.rand(tokens, k, generator=draw.generator)
-    return chosen.to(DEVICE), weights.to(DEVICE)
+    return chosen, torch.rand(tokens, k, **draw.device)
 
 
 @runs
 @DTYPES
 @pytest.mark.parametrize("formats", ["plain", "fp8", "mxfp4"])
 @sizes(
-    [(1, 5, 2, 40, 24), (9, 3, 2, 304, 72), (70, 4, 3, 64, 40)],
+    [(1, 5, 2, 40, 24), (9, 3, 2, 304, 72), (40, 2, 2, 64, 24)],
     [(n, 16, 6, 4096, 2048) for n in (1, 6, 16, 33, 64, 128, 300)],
 )
 def test_experts(size, formats, dtype):

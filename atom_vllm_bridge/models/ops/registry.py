@@ -89,10 +89,16 @@ _pinned: dict[str, str] = {}
 _choices: dict[tuple[str, str], Choice] = {}
 
 
-def register(provider: Provider) -> None:
-    """Offer a provider; one of the same name is replaced. Providers registered later come first."""
+def register(provider: Provider, *, first: bool = True) -> None:
+    """Offer a provider; one of the same name is replaced.
+
+    Of those registered, later ones come first; one that is not to be `first` comes after all others but torch, where no
+    setting prefers it.
+    """
     _providers.pop(provider.name, None)
+    others = {} if first else {n: _providers.pop(n) for n in [*_providers][1:]}
     _providers[provider.name] = provider
+    _providers.update(others)
 
 
 def providers_of(op: str, device: torch.device | str = "cpu") -> tuple[str, ...]:

@@ -27,6 +27,7 @@ class Band:
         format: `plain`, `fp8` or `mxfp4`.
         values: plain [R, a] in `dtype`; else int32 words (planes.py), as many for each output.
         scales: [R, S] uint8, with the format's offset; None where plain.
+        repacked: whether an op has put values and scales into an order of its own, in which no other reads them.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Band:
     ) -> None:
         self.rows, self.inputs, self.dtype, self.device = rows, inputs, dtype, device
         self.format, self._values, self.scales = format, values, scales
+        self.repacked = False
 
     @property
     def values(self) -> torch.Tensor:
@@ -48,7 +50,19 @@ class Band:
             raise ValueError(
                 f"weights: a matrix of {self.rows} × {self.inputs} was used before anything was loaded into it."
             )
+        if self.repacked:
+            raise ValueError(
+                "weights: one op has put experts into an order of its own, and another one reads them; "
+                "let ATOM_BRIDGE_OPS name one provider of experts in the whole process."
+            )
         return self._values
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scales of a quantised band, in whatever order."""
+        assert self._values is not None
+        assert self.scales is not None
+        return self._values, self.scales
 
     def cut(self, first: int, end: int) -> "Band":
         """The outputs first … end − 1, over the same memory."""
@@ -80,8 +94,9 @@ class Band:
 
     def fill(self, first: int, values: torch.Tensor) -> None:
         """Take plain values [r, a] as outputs first … first + r − 1."""
-        if self._values is None:
+        if self._values is None or self.repacked:
             self._values = self._empty(self.inputs, self.dtype)
+            self.format, self.scales, self.repacked = "plain", None, False
         elif self.scales is not None:
             self._values = self.dequantize().to(self.dtype)
             self.format, self.scales = "plain", None
@@ -121,6 +136,8 @@ class Band:
             self.scales = self._empty(columns, torch.uint8)
             self.format = name
         assert self.scales is not None
+        # All of the matrix is loaded again, or nothing.
+        self.repacked = False
         self._values[first : first + len(words)].copy_(words)
         self.scales[first : first + len(words)].copy_(exponents + planes.offset)
 

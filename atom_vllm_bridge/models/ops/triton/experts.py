@@ -257,7 +257,8 @@ def experts(
     if not out.numel():
         return out
     slots = tokens * k
-    each = triton.cdiv(slots, many)
+    # In float32, which has no matrix units, small tiles are best.
+    each = 1 if x.dtype == torch.float32 else triton.cdiv(slots, many)
     _, rows, *rest = next(h for h in HINTS if each <= h[0])
     block_n, warps, stages = rest
     by_expert = sort(chosen, many, rows)

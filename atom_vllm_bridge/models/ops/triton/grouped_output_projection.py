@@ -4,7 +4,7 @@ import torch
 
 from atom_vllm_bridge.models.ops.torch import grouped_output_projection as reference
 from atom_vllm_bridge.models.ops.triton.linear import (
-    MOST_ROWS,
+    few,
     few_rows,
     linear,
     unpacked,
@@ -18,7 +18,7 @@ def grouped_output_projection(
 ) -> torch.Tensor:
     if not isinstance(wo_a, Kept) or not takes(o, wo_a, wo_b):
         return reference.grouped_output_projection(o, wo_a, wo_b)
-    if o.shape[0] <= MOST_ROWS:
+    if few(o):
         low = few_rows(o.flatten(1), wo_a)
     else:
         groups = wo_a.shape[0]

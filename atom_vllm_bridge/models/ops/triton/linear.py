@@ -20,8 +20,9 @@ from atom_vllm_bridge.models.ops.triton.products import (
 )
 from atom_vllm_bridge.models.quantization.kept import PLANES, Band, Kept
 
-# Rows; with more, a matrix is read so often that unpacking it once is cheaper.
+# Rows; with more, a matrix is read so often that unpacking it once is cheaper. In float32, which has no matrix units, earlier.
 MOST_ROWS = 256
+MOST_FLOAT32_ROWS = 16
 # Launch hints for up to so many rows: rows and outputs a tile, warps, stages, and programs wanted. Several programs a processor
 # load while others multiply; but the parts of many rows cost more to add than idle processors.
 HINTS: tuple[tuple[int, int, int, int, int, int], ...] = (
@@ -183,6 +184,12 @@ def _linear(
     )
 
 
+def few(x: torch.Tensor) -> bool:
+    """Whether `few_rows` is for these."""
+    most = MOST_FLOAT32_ROWS if x.dtype == torch.float32 else MOST_ROWS
+    return x.shape[0] <= most
+
+
 def few_rows(x: torch.Tensor, w: Kept) -> torch.Tensor:
     """x [T, a], or [T, G · a] for `w` of G matrices, each of which multiplies its part → [T, b] or [T, G · b]."""
     tokens, groups = x.shape[0], w.count or 1
@@ -301,7 +308,7 @@ def linear(x: torch.Tensor, w: torch.Tensor | Kept) -> torch.Tensor:
     if not isinstance(w, Kept) or not takes(x, w) or w.count is not None:
         return reference.linear(x, w)
     formats = {band.format for band in w.bands}
-    if len(w.bands) > 2 or formats == {"plain"} or x.shape[0] > MOST_ROWS:
+    if len(w.bands) > 2 or formats == {"plain"} or not few(x):
         parts = [x @ unpacked(band, x.dtype).mT for band in w.bands]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return few_rows(x, w)
