@@ -1,10 +1,11 @@
 """Products with weights at DeepSeek-V4-Flash's dimensions: µs, bytes that must move, and their rate as a share of a copy's.
 
     python benchmarks/gpu_ops_products.py                    the table: each provider beside the others
+    python benchmarks/gpu_ops_products.py --providers triton,vllm experts
     python benchmarks/gpu_ops_products.py experts            some ops
     python benchmarks/gpu_ops_products.py --hints experts    Triton's under other launch hints
 
-`triton` keeps weights as the checkpoint has them, fp8 and, experts, mxfp4; `torch` multiplies with the same in bfloat16. A time is
+`triton` and `vllm` (engine_ops.py) keep weights as the checkpoint has them, fp8 and, experts, mxfp4; `torch` has them in bfloat16. A time is
 of one launch in a graph of twenty, each with weights of its own, or with experts of its own, so that they come from memory.
 """
 
@@ -226,6 +227,10 @@ def main(
     providers: Annotated[str, typer.Option(help="Whose ops.")] = "triton,torch",
 ) -> None:
     torch.manual_seed(0)
+    if "vllm" in providers.split(","):
+        from atom_vllm_bridge import engine_ops
+
+        engine_ops.configure("")
     with torch.inference_mode():
         speed = copy_speed()
         print(f"{torch.cuda.get_device_name()}, a copy moves {speed / 1e12:.2f} TB/s")
