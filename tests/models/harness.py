@@ -97,6 +97,7 @@ class Runner:
     sequences: dict[int, torch.Tensor]
     max_len: int
     seed: int = 0
+    ring: int | None = None
 
     def __post_init__(self):
         self.state = LocalState(
@@ -105,6 +106,7 @@ class Runner:
             self.max_len,
             self.model.codec,
             seed=self.seed,
+            ring=self.ring,
         )
         poison(self.state)
         self.logits = {

@@ -36,6 +36,12 @@ def alone(small):
     return one_shot(small, IDS)
 
 
+@pytest.fixture(scope="module", params=[None, 5], ids=["paged", "ring"])
+def ring(request):
+    """None: state in blocks. A number: in rings that spare so many tokens for drafts."""
+    return request.param
+
+
 def far(got, want):
     """[n] largest difference at each position; a selection that turned at equal scores shows at its own position alone."""
     return (got - want).abs().amax(-1)
@@ -43,18 +49,18 @@ def far(got, want):
 
 @SETTINGS
 @given(cuts=st.lists(st.integers(1, LENGTH - 1), max_size=8), seed=st.integers(0, 99))
-def test_any_cut_and_any_order_of_blocks(small, alone, cuts, seed):
-    got = chunked(small, IDS, cuts, seed=seed)
+def test_any_cut_and_any_order_of_blocks(small, alone, ring, cuts, seed):
+    got = chunked(small, IDS, cuts, seed=seed, ring=ring)
     assert far(got, alone).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
-def test_cuts_at_every_residue_leave_the_same_entries(small, ratio):
+def test_cuts_at_every_residue_leave_the_same_entries(small, ring, ratio):
     """The compressed rows themselves, not only what attention makes of them."""
     length = 2 * ratio + 3
 
     def entries(cuts):
-        runner = Runner(small, {0: IDS[:length]}, length)
+        runner = Runner(small, {0: IDS[:length]}, length, ring=ring)
         ends = [0, *cuts, length]
         for start, end in itertools.pairwise(ends):
             runner.step([(0, start, end - start)])
@@ -73,12 +79,12 @@ def test_cuts_at_every_residue_leave_the_same_entries(small, ratio):
 
 @SETTINGS
 @given(seed=st.integers(0, 10**6))
-def test_mates_never_change_a_sequence(small, alone, seed):
+def test_mates_never_change_a_sequence(small, alone, ring, seed):
     """Four sequences of different lengths advance in random chunks, in random order within the batch, some steps padded."""
     draw = random.Random(seed)
     lengths = {0: LENGTH, 1: 5, 2: 140, 3: 70}
     sequences = {0: IDS} | {n: tokens(c, seed=n) for n, c in lengths.items() if n}
-    runner = Runner(small, sequences, LENGTH, seed=seed)
+    runner = Runner(small, sequences, LENGTH, seed=seed, ring=ring)
     done = dict.fromkeys(lengths, 0)
     while any(done[n] < lengths[n] for n in lengths):
         chunks = []
@@ -98,19 +104,19 @@ def test_mates_never_change_a_sequence(small, alone, seed):
 
 
 @pytest.mark.parametrize("last", [1, 127, 128, 129, 255, 256, 257])
-def test_a_short_last_chunk_ends_as_one_shot(small, last):
+def test_a_short_last_chunk_ends_as_one_shot(small, ring, last):
     ids = tokens(700, seed=2)
     want = one_shot(small, ids)
-    got = chunked(small, ids, [128, 350, 700 - last])
+    got = chunked(small, ids, [128, 350, 700 - last], ring=ring)
     assert far(got[-1:], want[-1:]).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("start", [126, 127, 128, 251, 254, 255])
 def test_rows_of_one_chunk_that_straddle_a_boundary_are_causal_one_by_one(
-    small, alone, start
+    small, alone, ring, start
 ):
     """Verification of drafts: rows of one step see entries by their own position (groups of 4 and of 128)."""
-    runner = Runner(small, {0: IDS, 1: tokens(90, seed=1)}, LENGTH)
+    runner = Runner(small, {0: IDS, 1: tokens(90, seed=1)}, LENGTH, ring=ring)
     runner.step([(0, 0, start)])
     runner.step([(1, 0, 80)])
     got = runner.step([(1, 80, 1), (0, start, 6), (1, 81, 1)][:2])
@@ -119,9 +125,9 @@ def test_rows_of_one_chunk_that_straddle_a_boundary_are_causal_one_by_one(
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 5])
 @pytest.mark.parametrize("start", [121, 124, 126, 127, 203])
-def test_rejected_drafts_leave_no_trace(small, alone, start, kept):
+def test_rejected_drafts_leave_no_trace(small, alone, ring, start, kept):
     """Six draft rows are written, `kept` of them right; then the sequence goes on from the first wrong one."""
-    runner = Runner(small, {0: IDS}, LENGTH)
+    runner = Runner(small, {0: IDS}, LENGTH, ring=ring)
     runner.step([(0, 0, start)])
     draft = IDS[start : start + 6].clone()
     draft[kept:] = (draft[kept:] + 7) % 160
@@ -134,8 +140,8 @@ def test_rejected_drafts_leave_no_trace(small, alone, start, kept):
     assert far(got[start + kept :], alone[start + kept :]).max() <= TOLERANCE
 
 
-def test_padding_and_skipped_rows_write_nothing(small):
-    runner = Runner(small, {0: IDS}, LENGTH)
+def test_padding_and_skipped_rows_write_nothing(small, ring):
+    runner = Runner(small, {0: IDS}, LENGTH, ring=ring)
     runner.step([(0, 0, 127)])
     before = checksum(runner.state)
     batch, state = runner.state.step([(0, 127, 5)], pad_tokens=4)
@@ -149,10 +155,10 @@ def test_padding_and_skipped_rows_write_nothing(small):
     assert all(torch.equal(after[key], rows) for key, rows in before.items())
 
 
-def test_padding_tokens_change_no_byte_of_what_is_written(small):
+def test_padding_tokens_change_no_byte_of_what_is_written(small, ring):
     states = []
     for padding in (0, 5):
-        runner = Runner(small, {0: IDS}, LENGTH)
+        runner = Runner(small, {0: IDS}, LENGTH, ring=ring)
         runner.step([(0, 0, 130)], pad_tokens=padding)
         states.append(runner.state.rows)
     for key, rows in states[0].items():
@@ -161,9 +167,9 @@ def test_padding_tokens_change_no_byte_of_what_is_written(small):
         torch.testing.assert_close(rows[written], states[1][key][written])
 
 
-def test_a_request_without_tokens_in_the_batch_changes_nothing(small, alone):
+def test_a_request_without_tokens_in_the_batch_changes_nothing(small, alone, ring):
     """Graph replay pads requests: query_start_loc repeats its end, lengths and block ids are whatever was there."""
-    runner = Runner(small, {0: IDS}, LENGTH)
+    runner = Runner(small, {0: IDS}, LENGTH, ring=ring)
     runner.step([(0, 0, 200)])
     batch, state = runner.state.step([(0, 200, 3)])
     batch.query_start_loc = torch.tensor([0, 3, 3, 3], dtype=torch.int32)
@@ -180,9 +186,9 @@ def test_a_request_without_tokens_in_the_batch_changes_nothing(small, alone):
     assert far(got, alone[200:203]).max() <= TOLERANCE
 
 
-def test_a_freed_block_is_reused_at_once(small, alone):
+def test_a_freed_block_is_reused_at_once(small, alone, ring):
     """Many requests, one after the other, through memory for one."""
-    runner = Runner(small, {0: IDS}, LENGTH)
+    runner = Runner(small, {0: IDS}, LENGTH, ring=ring)
     for _ in range(4):
         runner.step([(0, 0, 170)])
         runner.step([(0, 170, LENGTH - 170)])

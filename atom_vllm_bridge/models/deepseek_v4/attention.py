@@ -13,6 +13,7 @@ from atom_vllm_bridge.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4C
 from atom_vllm_bridge.models.deepseek_v4.indexer import Indexer
 from atom_vllm_bridge.models.deepseek_v4.packing import Packable, Slot, rows
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan
+from atom_vllm_bridge.models.deepseek_v4.ring import roll_up, unrolled
 from atom_vllm_bridge.models.deepseek_v4.state import Cache, LayerState
 from atom_vllm_bridge.models.ops import panels
 from atom_vllm_bridge.models.ops.registry import resolve
@@ -99,13 +100,17 @@ class Attention(Packable):
         self.inverse_rope = resolve("inverse_rope", device)
         self.write_keys = resolve("write_keys", device)
         self.sparse_attention = resolve("sparse_attention", device)
+        self.gather_rows = resolve("gather_rows", device)
+        self.write_rows = resolve("write_rows", device)
         self.grouped_output_projection = resolve("grouped_output_projection", device)
 
     def forward(self, x: torch.Tensor, plan: Plan, state: LayerState) -> torch.Tensor:
         """[T, d] → [T, d]; writes this step's rows, then attends to the caches."""
         inputs = self.project(x)
         rotation = plan.rotation(self.layer_type)
-        self.write_kv(inputs["kv"], rotation, state.window)
+        window = unrolled(state.window, plan.batch, self.gather_rows)
+        self.write_kv(inputs["kv"], rotation, window)
+        roll_up(state.window, window, self.write_rows)
         low = self.rms_norm(inputs["q_low"], self.q_norm, self.norm_eps)
         compressed = None
         if self.compressor is not None:
@@ -126,9 +131,7 @@ class Attention(Packable):
                 )
         # Queries are what a prefill needs most memory for: they come last, and nothing here holds them or their inputs on.
         del inputs
-        o = self.attend(
-            self.query(low, rotation), plan, state.window, compressed, selected
-        )
+        o = self.attend(self.query(low, rotation), plan, window, compressed, selected)
         return self.output(o, rotation, x.dtype)
 
     def project(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

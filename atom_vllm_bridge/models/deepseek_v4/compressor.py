@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan
+from atom_vllm_bridge.models.deepseek_v4.ring import roll_up, unrolled
 from atom_vllm_bridge.models.deepseek_v4.state import Cache
 from atom_vllm_bridge.models.ops.registry import resolve
 from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
@@ -46,6 +47,8 @@ class Compressor(nn.Module):
         self.compressor_pool = resolve("compressor_pool", device)
         self.write_inputs = resolve("write_inputs", device)
         self.write_keys = resolve("write_keys", device)
+        self.gather_rows = resolve("gather_rows", device)
+        self.write_rows = resolve("write_rows", device)
 
     @property
     def projected(self) -> int:
@@ -64,9 +67,11 @@ class Compressor(nn.Module):
             compressed: the entries.
         """
         phase = plan.phase(self.ratio)
-        self.write_inputs(inputs, self.ape, phase, state.rows, state.slot_ids())
-        cut = state.rows.unflatten(-1, (2 * self.parts, self.dim)).flatten(1, 2)
-        pool = plan.pool(Cache(cut, state.table), compressed, self.overlap)
+        rolling = unrolled(state, plan.batch, self.gather_rows)
+        self.write_inputs(inputs, self.ape, phase, rolling.rows, rolling.slot_ids())
+        roll_up(state, rolling, self.write_rows)
+        cut = rolling.rows.unflatten(-1, (2 * self.parts, self.dim)).flatten(1, 2)
+        pool = plan.pool(Cache(cut, rolling.table), compressed, self.overlap)
         if pool is None:
             return
         entry = self.compressor_pool(cut, pool.ids, pool.unseen)

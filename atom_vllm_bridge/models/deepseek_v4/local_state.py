@@ -1,7 +1,8 @@
 """Caches without an engine: a block allocator small enough to read, for tests and training.
 
 Blocks are handed out in shuffled order, block 0 never (it stands for a block that is gone), and blocks that a window has
-left are taken back, so that what runs here makes no assumption that an engine would break.
+left are taken back, so that what runs here makes no assumption that an engine would break. With rings, windows and the
+compressors that overlap have one block a request each instead.
 """
 
 import random
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
+from atom_vllm_bridge.models.deepseek_v4.ring import RingTable, in_ring, ring_table
 from atom_vllm_bridge.models.deepseek_v4.state import (
     Batch,
     BlockTable,
@@ -31,6 +33,7 @@ class _Group:
 
     shape: CacheShape
     block_size: int
+    ring: bool = False
     layers: list[int] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
     blocks: dict[int, list[int]] = field(default_factory=dict)
@@ -45,6 +48,7 @@ class LocalState:
         codec: storage of cache rows.
         device: where.
         seed: of the order of blocks.
+        ring: keep rolling state in rings with so many tokens to spare for drafts; None: in blocks.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class LocalState:
         codec: KVCodec,
         device: torch.device | str = "cpu",
         seed: int = 0,
+        ring: int | None = None,
     ) -> None:
         self.config, self.device = config, device
         order = random.Random(seed)
@@ -63,12 +68,17 @@ class LocalState:
             for role, shape in layer_caches(config, layer, codec).items():
                 key = (role, shape.ratio)
                 if key not in self._groups:
-                    self._groups[key] = _Group(shape, _block_size(role, shape))
+                    rolls = ring is not None and in_ring(shape)
+                    size = _block_size(role, shape)
+                    if rolls:
+                        size = shape.window + ring
+                    self._groups[key] = _Group(shape, size, rolls)
                 self._groups[key].layers.append(layer)
         self.rows: dict[tuple[int, CacheRole], torch.Tensor] = {}
         for (role, _), group in self._groups.items():
             size, shape = group.block_size, group.shape
-            count = 1 + max_requests * (-(-max_len // size) + 1)
+            many = 1 if group.ring else -(-max_len // size) + 1
+            count = 1 + max_requests * many
             group.free = list(range(1, count))
             order.shuffle(group.free)
             # A block holds the rows of all layers of the group, one layer after another.
@@ -113,7 +123,11 @@ class LocalState:
             max_seq_len=max(lens) + slack,
         )
         tables = {
-            key: self._table(group, chunks, pad_tokens)
+            key: (
+                self._ring(group, chunks, batch)
+                if group.ring
+                else self._table(group, chunks, pad_tokens)
+            )
             for key, group in self._groups.items()
         }
         caches: list[dict[str, Cache]] = [
@@ -153,6 +167,15 @@ class LocalState:
             block_size=size,
             tokens_per_row=group.shape.tokens_per_row,
         )
+
+    def _ring(
+        self, group: _Group, chunks: Sequence[tuple[int, int, int]], batch: Batch
+    ) -> RingTable:
+        for request, _, _ in chunks:
+            if request not in group.blocks:
+                group.blocks[request] = [group.free.pop()]
+        blocks = self._tensor([group.blocks[r] for r, _, _ in chunks], torch.int32)
+        return ring_table(blocks, batch, group.block_size, group.shape.window - 1)
 
     def _tensor(self, values: list, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)

@@ -180,8 +180,8 @@ class Plan:
     def window_keys(self, cache: Cache, tiles: Tiles, window: int) -> Keys:
         """The raw keys of each tile: `window` of them for each query, its own the last.
 
-        Positions before the sequence or after the tile's last query are hidden from all its queries, and read as the
-        nearest position that is not.
+        Positions before the first key that is there, or after the tile's last query, are hidden from all its queries, and
+        read as the nearest position that is not.
         """
         table, pitch = cache.table, cache.pitch
 
@@ -189,13 +189,14 @@ class Plan:
             step = torch.arange(tiles.size + window - 1, device=table.blocks.device)
             query = step[: tiles.size].unsqueeze(1)
             outside = (step < query) | (step > query + window - 1)
-            before = tiles.start.unsqueeze(1) + step < window - 1
-            return outside | before.unsqueeze(1)
+            position = tiles.start.unsqueeze(1) + (step - (window - 1))
+            return outside | (position < self._visible_from(tiles)).unsqueeze(1)
 
         def ids() -> torch.Tensor:
             step = torch.arange(tiles.size + window - 1, device=table.blocks.device)
             position = tiles.start.unsqueeze(1) + (step - (window - 1))
-            position = torch.minimum(position.clamp_(min=0), tiles.last.unsqueeze(1))
+            position = position.clamp_(min=self._visible_from(tiles))
+            position = torch.minimum(position, tiles.last.unsqueeze(1))
             return cache.row_ids(tiles.request, position)
 
         return Keys(
@@ -203,6 +204,11 @@ class Plan:
             table.derive(f"window {window} {tiles.size} {pitch}", ids),
             table.derive(f"window hidden {window} {tiles.size}", hidden),
         )
+
+    def _visible_from(self, tiles: Tiles) -> torch.Tensor | int:
+        """[N, 1], or one number for all tiles: the first position whose raw key is there."""
+        first = self.batch.visible_from
+        return 0 if first is None else first[tiles.request].unsqueeze(1)
 
     def entry_keys(self, cache: Cache, tiles: Tiles) -> Keys:
         """All entries that a query may see: entry j of ratio r is seen from position (j + 1) · r − 1 on."""

@@ -72,6 +72,20 @@ class BlockTable:
     def rows_per_block(self) -> int:
         return self.block_size // self.tokens_per_row
 
+    def holds(self, query_len: int) -> bool:
+        """Whether a step of so many tokens a request may write them all before it reads."""
+        return True
+
+    def row_ids(
+        self, request: torch.Tensor, row: torch.Tensor, pitch: int, parts: int
+    ) -> torch.Tensor:
+        """`Cache.row_ids`, for caches of this pitch."""
+        width, per_block = self.blocks.shape[1], self.rows_per_block
+        column = (row // per_block).clamp_(max=width - 1)
+        first = (request * width).view(-1, *(1,) * (row.dim() - 1))
+        block = torch.take(self.blocks, column.add_(first)).long()
+        return block.mul_(pitch).add_(row % per_block * parts)
+
     def derive(self, name: str, make: Callable[[], T]) -> T:
         """Index tensors that all layers of the group share are made once a step."""
         if name not in self._derived:
@@ -109,12 +123,7 @@ class Cache:
         Returns:
             [N, ...] int64 ids for `gather_rows`; of the first part.
         """
-        blocks, per_block = self.table.blocks, self.table.rows_per_block
-        width = blocks.shape[1]
-        column = (row // per_block).clamp_(max=width - 1)
-        first = (request * width).view(-1, *(1,) * (row.dim() - 1))
-        block = torch.take(blocks, column.add_(first)).long()
-        return block.mul_(self.pitch).add_(row % per_block * parts)
+        return self.table.row_ids(request, row, self.pitch, parts)
 
     def slot_ids(self) -> torch.Tensor:
         """[T] int64, ids of the rows to which tokens belong; −1: the token writes nothing."""
@@ -148,6 +157,8 @@ class Batch:
         query_start_loc: [R + 1] int32, request r owns tokens query_start_loc[r] … query_start_loc[r + 1] − 1.
         seq_lens: [R] int32, tokens of each request, these included.
         max_query_len, max_seq_len: upper bounds known to the host; they size index tensors and decide nothing else.
+        visible_from: [R] int64, raw keys before this position are not there: of a request that replays the end of a prefix
+            hit, the position where it began to. None: all are there.
     """
 
     positions: torch.Tensor
@@ -155,6 +166,7 @@ class Batch:
     seq_lens: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    visible_from: torch.Tensor | None = None
 
     @cached_property
     def request_of_token(self) -> torch.Tensor:

@@ -285,6 +285,7 @@ def _compressed(
     pitch_, rows = bound.rows(f"{role} inputs", inputs)
     entry_pitch, entry_rows = bound.rows(role, entries)
     table, entry_table = inputs.table, entries.table
+    _need(table.holds(step.plan.batch.max_query_len))
     return (
         step.plan.phase(compressor.ratio).data_ptr(),
         (*rows, step.written(table, pitch_)[0]),
@@ -297,6 +298,7 @@ def _state(bound: _Bound, attn: Any, step: _Step, state: Any) -> np.ndarray:
     """The layer's caches, and where this step reads and writes them: addresses in what `step` keeps."""
     pitch_, rows = bound.rows("window", state.window)
     table, plan = state.window.table, step.plan
+    _need(table.holds(plan.batch.max_query_len))
     rotation = plan.rotation(attn.layer_type)
     main, entries_seen, index = _NOT_COMPRESSED, _NO_KEYS, _NOT_COMPRESSED
     if attn.compressor is not None:
@@ -360,7 +362,9 @@ def decoder_layers(
     state: Sequence[Any],
 ) -> torch.Tensor:
     few = 0 < len(streams) <= linear.MOST_ROWS and plan.causal
-    if not few or not streams.is_cpu or trained(streams):
+    # What a request cannot see is all that comes before it.
+    whole = plan.batch.visible_from is None
+    if not few or not whole or not streams.is_cpu or trained(streams):
         return reference.decoder_layers(layers, streams, input_ids, plan, state)
     # All of them first: between the layers, whose weights fill the caches of a core, the same takes three times as long.
     step = _Step(plan)
