@@ -12,10 +12,17 @@ from vllm.config import VllmConfig
 
 from atom_vllm_bridge import step
 from atom_vllm_bridge import weights as checkpoint_weights
-from atom_vllm_bridge.kv_cache import WINDOW_BLOCK, CacheLayer, draft_spec
+from atom_vllm_bridge.kv_cache import (
+    WINDOW_BLOCK,
+    CacheLayer,
+    RingSpec,
+    draft_spec,
+    rings_of,
+)
 from atom_vllm_bridge.models.deepseek_v4.checkpoint import count_stages
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig, DSparkDraft
+from atom_vllm_bridge.models.deepseek_v4.ring import ring_slots
 from atom_vllm_bridge.models.deepseek_v4.state import BlockTable, Cache, window_cache
 from atom_vllm_bridge.models.quantization.kv_codecs import kv_codec
 
@@ -58,7 +65,7 @@ class AtomDSparkDraftModel(nn.Module):
             device=vllm_config.device_config.device,
             kv_codec=codec,
         )
-        spec = draft_spec(window_cache(config, codec))
+        spec = draft_spec(window_cache(config, codec), rings_of(vllm_config, config))
         first = config.num_hidden_layers
         self.windows = nn.ModuleList(
             CacheLayer(f"model.layers.{first + i}.attn.window", spec)
@@ -105,8 +112,9 @@ class AtomDSparkDraftModel(nn.Module):
             if to is None:
                 to = torch.full_like(context_positions, -1)
                 rows = layer.no_rows(context_states.device)
-            table = tables.setdefault(to.data_ptr(), _nowhere_but(to))
-            windows.append(Cache(rows, table))
+            if to.data_ptr() not in tables:
+                tables[to.data_ptr()] = _table_to(layer, to, context_positions)
+            windows.append(Cache(rows, tables[to.data_ptr()]))
         self.model.write_context(context_states, context_positions, windows)
 
     def forward(
@@ -148,7 +156,14 @@ class AtomDSparkDraftModel(nn.Module):
         return checkpoint_weights.load_draft(self, weights, self.vllm_config)
 
 
-def _nowhere_but(slots: torch.Tensor) -> BlockTable:
+def _table_to(
+    layer: CacheLayer, slots: torch.Tensor, positions: torch.Tensor
+) -> BlockTable:
     """A table to write through; context is not read through it."""
     blocks = torch.zeros((1, 1), dtype=torch.int32, device=slots.device)
+    if isinstance(layer.spec, RingSpec):
+        # vLLM knows the one block of a ring, and not the row in it.
+        block = torch.where(slots >= 0, slots // layer.spec.block_size, 0)
+        to = ring_slots(block, positions, layer.rows)
+        return BlockTable(blocks=blocks, slots=to, block_size=layer.rows)
     return BlockTable(blocks=blocks, slots=slots, block_size=WINDOW_BLOCK)

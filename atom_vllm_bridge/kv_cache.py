@@ -1,4 +1,6 @@
-"""The cache groups of `state_layout="paged"`: every state of a layer in an official, block-keyed group of vLLM's.
+"""The cache groups of both state layouts.
+
+`paged`: every state of a layer in an official, block-keyed group of vLLM's.
 
 | role             | rows                                     | block | prefix hits |
 |------------------|------------------------------------------|-------|-------------|
@@ -9,10 +11,15 @@
 | compressor (HCA) | inputs of the last 128 tokens, float32   | 8     | none: a hit ends on a multiple of 128, where it is empty |
 | draft window     | a draft stage's KV of the last `sliding_window` tokens | 64 | the window's blocks, so that drafts are as good after a hit |
 
-vLLM groups sliding-window specs by their window alone. Ours are grouped by exact type, one type a role, so that each role
-keeps its block size and its own rule for prefix hits.
+`ring`: window, draft window and the compressors of CSA layers have one block a request instead, which vLLM's own kind for
+that, the circular buffer, allocates and never shares; models/deepseek_v4/ring.py says how it is used, and replay.py what a
+prefix hit costs. The others stay as they are.
+
+vLLM groups sliding-window specs by their window alone, and circular buffers all together. Ours are grouped by exact type,
+one type a role, so that each role keeps its block size and its own rule for prefix hits, and each ring's type its page size.
 """
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +27,7 @@ from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
     MLAAttentionSpec,
@@ -28,9 +36,15 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from atom_vllm_bridge.attention import AtomBackend
+from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
+from atom_vllm_bridge.models.deepseek_v4.ring import in_ring
 from atom_vllm_bridge.models.deepseek_v4.state import CacheRole, CacheShape
+from atom_vllm_bridge.replay import rollback_tokens
+from atom_vllm_bridge.settings import Settings
 
 WINDOW_BLOCK = 64
+# In name only, for a ring is one state; it must divide the others.
+RING_BLOCK = 4
 # Small blocks, since at most a few of these rows outlive a step; more rows a block would widen the stride of the pool.
 COMPRESSOR_BLOCK = {4: 4, 128: 8}
 
@@ -78,12 +92,108 @@ class HeavyCompressorSpec(_ByRole):
         return False
 
 
+@dataclass(frozen=True, kw_only=True)
+class RingSpec(CircularBufferSpec):
+    """A request's ring of one layer, the whole of it one state of one block.
+
+    Attributes:
+        rows: how many tokens it holds.
+        reach: tokens before its own that a token reads.
+        replay: tokens of a prefix hit that are computed again to fill it.
+    """
+
+    rows: int
+    reach: int
+    replay: int
+
+    @property
+    def state_content_size_bytes(self) -> int:
+        return int(self.rows * self.head_size * self.dtype.itemsize)
+
+    @property
+    def prefix_replay_tokens(self) -> int:
+        return self.replay
+
+    def is_uniform_with_collection(
+        self, kv_cache_specs: dict[str, KVCacheSpec]
+    ) -> bool:
+        return all(type(spec) is type(self) for spec in kv_cache_specs.values())
+
+
+class WindowRing(RingSpec):
+    """The sliding window."""
+
+
+class DraftWindowRing(RingSpec):
+    """The window of a draft stage."""
+
+
+class CompressorRing(RingSpec):
+    """Rolling inputs of a CSA layer's own compressor."""
+
+
+class IndexCompressorRing(RingSpec):
+    """Rolling inputs of the compressor of its indexer."""
+
+
+@dataclass(frozen=True)
+class Rings:
+    """What rings are sized by.
+
+    Attributes:
+        drafts: tokens that a step may verify beside its own.
+        replay: tokens of a prefix hit that are computed again.
+    """
+
+    drafts: int
+    replay: int
+
+    def spec(self, kind: type[RingSpec], shape: CacheShape) -> RingSpec:
+        """A ring of one layer's state."""
+        assert shape.window is not None
+        return kind(
+            block_size=RING_BLOCK,
+            tokens_per_state=RING_BLOCK,
+            num_kv_heads=1,
+            max_tp_shards=1,
+            head_size=shape.width,
+            head_size_v=0,
+            dtype=shape.dtype,
+            rows=shape.window + self.drafts,
+            reach=shape.window - 1,
+            replay=self.replay,
+        )
+
+
+def rings_of(vllm_config: VllmConfig, config: DeepseekV4Config) -> Rings | None:
+    """None: the state is paged.
+
+    Raises:
+        ValueError: `prefix_rollback` is less than a window.
+    """
+    settings = Settings.read(vllm_config.additional_config, os.environ)
+    if settings.state_layout != "ring":
+        return None
+    drafts = vllm_config.num_speculative_tokens
+    return Rings(drafts, rollback_tokens(settings.prefix_rollback, config, drafts))
+
+
+_RING_OF_ROLE = {
+    CacheRole.WINDOW: WindowRing,
+    CacheRole.COMPRESSOR: CompressorRing,
+    CacheRole.INDEX_COMPRESSOR: IndexCompressorRing,
+}
+
 ROLE_OF_SPEC: dict[type[KVCacheSpec], str] = {
     WindowSpec: "window",
     MLAAttentionSpec: "compressed",
     CompressorSpec: "CSA compressor",
     HeavyCompressorSpec: "HCA compressor",
     DraftWindowSpec: "draft window",
+    WindowRing: "window ring",
+    CompressorRing: "CSA compressor ring",
+    IndexCompressorRing: "indexer compressor ring",
+    DraftWindowRing: "draft window ring",
 }
 """What the cache groups are called where they are shown."""
 
@@ -94,14 +204,19 @@ def spec_of_group(group: KVCacheGroupSpec) -> KVCacheSpec:
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def cache_spec(role: CacheRole, shape: CacheShape, block_size: int) -> KVCacheSpec:
+def cache_spec(
+    role: CacheRole, shape: CacheShape, block_size: int, rings: Rings | None = None
+) -> KVCacheSpec:
     """The vLLM spec of one layer's cache.
 
     Args:
         role: what the rows hold.
         shape: width, dtype, tokens a row and, for windows, the number of tokens kept.
         block_size: vLLM's block size, a multiple of 128; that of the compressed groups.
+        rings: for the state that rolls; None: in blocks.
     """
+    if rings is not None and in_ring(shape):
+        return rings.spec(_RING_OF_ROLE[role], shape)
     common = {
         "num_kv_heads": 1,
         "max_tp_shards": 1,
@@ -122,8 +237,10 @@ def cache_spec(role: CacheRole, shape: CacheShape, block_size: int) -> KVCacheSp
     )
 
 
-def draft_spec(shape: CacheShape) -> DraftWindowSpec:
+def draft_spec(shape: CacheShape, rings: Rings | None = None) -> KVCacheSpec:
     """The vLLM spec of a draft stage's window, whose `shape` is that of a sliding layer of the target."""
+    if rings is not None:
+        return rings.spec(DraftWindowRing, shape)
     return DraftWindowSpec(
         num_kv_heads=1,
         max_tp_shards=1,
@@ -155,8 +272,12 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         self.kv_cache = torch.empty(0)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Take vLLM's view [blocks, 1, rows, width]; called again when a profiling cache gives way to the real one."""
-        self.kv_cache = kv_cache.squeeze(1)
+        """Take vLLM's view [blocks, 1, rows, width], of a ring [blocks, 1, 1, rows · width]; called again when a profiling cache
+        gives way to the real one."""
+        rows = kv_cache.squeeze(1)
+        if isinstance(self.spec, RingSpec):
+            rows = rows.squeeze(1).unflatten(-1, (self.rows, self.spec.head_size))
+        self.kv_cache = rows
 
     def get_attn_backend(self) -> type[AtomBackend]:
         return AtomBackend
@@ -169,9 +290,15 @@ class CacheLayer(nn.Module, AttentionLayerBase):
     def no_rows(self, device: torch.device) -> torch.Tensor:
         """[1, rows, width]: the null block alone, for a run without caches."""
         spec = self.spec
-        shape = (1, spec.num_states, spec.head_size)
+        shape = (1, self.rows, spec.head_size)
         return torch.zeros(shape, dtype=spec.dtype, device=device)
 
     @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        ring = isinstance(self.spec, RingSpec)
+        return self.spec.rows if ring else self.spec.num_states
+
+    @property
     def tokens_per_row(self) -> int:
-        return int(self.spec.tokens_per_state)
+        return 1 if isinstance(self.spec, RingSpec) else int(self.spec.tokens_per_state)

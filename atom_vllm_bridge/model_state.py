@@ -1,17 +1,24 @@
 """The life of requests on the worker, as vLLM's Model Runner V2 tells it to a model.
 
-With paged state nothing is kept for a request outside its blocks, so that all of vLLM's defaults hold; the class is ours so
-that only Model Runner V2 can run the model, and so that what the model cannot take is refused.
+With paged state nothing is kept for a request outside its blocks, so that all of vLLM's defaults hold. Rings are filled again
+after a prefix hit: which requests do so is kept here, and their blocks are protected. The class is ours also so that only
+Model Runner V2 can run the model, and so that what the model cannot take is refused.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import is_global_first_rank
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from atom_vllm_bridge import startup
+from atom_vllm_bridge.attention import AtomMetadata
+from atom_vllm_bridge.replay import Replays
 
 
 class AtomModelState(DefaultModelState):
@@ -19,12 +26,42 @@ class AtomModelState(DefaultModelState):
 
     supports_prompt_embeds: ClassVar[bool] = False
     _shown = False
+    # None: nothing is replayed.
+    _replays: Replays | None = None
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
         """The model is loaded and the groups are known: say once what serves it. Called again after vLLM has profiled."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
+        groups = kv_cache_config.kv_cache_groups
+        tokens = max(group.kv_cache_spec.prefix_replay_tokens for group in groups)
+        self._replays = Replays(tokens, self.max_num_reqs) if tokens else None
         if not self._shown and is_global_first_rank():
             startup.log_table(self.vllm_config, self.model, kv_cache_config)
             self._shown = True
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        super().add_request(req_index, new_req_data)
+        if self._replays is not None:
+            self._replays.add(req_index, new_req_data)
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, AtomMetadata]:
+        """As vLLM's, with replayed tokens kept out of blocks, and what they cannot see said to the model."""
+        visible_from = None
+        if self._replays is not None:
+            visible_from = self._replays.begin(input_batch, slot_mappings)
+        metadata = super().prepare_attn(
+            input_batch, cudagraph_mode, block_tables, slot_mappings, *args, **kwargs
+        )
+        for group in metadata.values():
+            group.visible_from = visible_from
+        return metadata

@@ -9,7 +9,7 @@ from vllm.sequence import IntermediateTensors
 
 from atom_vllm_bridge import step
 from atom_vllm_bridge import weights as checkpoint_weights
-from atom_vllm_bridge.kv_cache import CacheLayer, draft_spec
+from atom_vllm_bridge.kv_cache import CacheLayer, draft_spec, rings_of
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.mtp import MTPDraft
 from atom_vllm_bridge.models.deepseek_v4.state import window_cache
@@ -39,7 +39,7 @@ class AtomDeepseekV4MTP(nn.Module):
         self.streams = (config.hc_mult, config.hidden_size)
         self.window = CacheLayer(
             f"model.layers.{config.num_hidden_layers}.attn.window",
-            draft_spec(window_cache(config, codec)),
+            draft_spec(window_cache(config, codec), rings_of(vllm_config, config)),
         )
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,10 @@ from typing import Any
 
 SECTION = "atom"
 PREFIX = "ATOM_BRIDGE_"
-STATE_LAYOUTS = ("paged",)
+STATE_LAYOUTS = ("paged", "ring")
+ROLLBACKS = ("exact", "atom", "window")
 
+_NUMBER = ", or a number"
 _SWITCH = {"1": True, "true": True, "0": False, "false": False, "": False}
 
 
@@ -27,14 +29,19 @@ def _setting(
     variable: str | None = None,
     in_config: bool = False,
     choices: tuple[str, ...] = (),
+    or_number: bool = False,
 ) -> Any:
-    """A field of `Settings` with where it can be set, the values that exist, and its line of documentation."""
+    """A field of `Settings` with where it can be set, the values that exist, and its line of documentation.
+
+    A text with `or_number` may also be a whole number, written as one or as text.
+    """
     return field(
         default=default,
         metadata={
             "variable": variable,
             "in_config": in_config,
             "choices": choices,
+            "or_number": or_number,
             "about": about,
         },
     )
@@ -62,9 +69,20 @@ class Settings:
     state_layout: str = _setting(
         "paged",
         "How attention state lies in the KV cache. `paged`: every kind of state in block-keyed groups of its own; "
-        "prefix hits land on 128 tokens.",
+        "prefix hits land on 128 tokens. `ring`: the state that rolls, sliding windows and CSA compressors, in one ring a "
+        "request, and a prefix hit is rolled back to fill it.",
         in_config=True,
         choices=STATE_LAYOUTS,
+    )
+    prefix_rollback: str = _setting(
+        "exact",
+        "With `ring`, how many tokens of a prefix hit are computed again. `exact`: so many that the answer is that of a "
+        "cold run, layers × (window − 1) and with a draft one window more. `atom`: as ROCm/ATOM does, max(window + K, "
+        "`index_topk`). `window`: the sliding window. Or a number of tokens, at least the window. All in multiples of 128; "
+        "a hit that is no longer than this is not used.",
+        in_config=True,
+        choices=ROLLBACKS,
+        or_number=True,
     )
 
     @classmethod
@@ -151,6 +169,8 @@ def _from_config(section: Any) -> dict[str, Any]:
                 f"Known are {', '.join(known)}; remove the other."
             )
         item = known[name]
+        if item.metadata["or_number"] and type(value) is int and value >= 0:
+            value = str(value)
         if type(value) is not type(item.default):
             raise ValueError(
                 f"{where} sets {name!r} to {json.dumps(value, default=str)}, which is not a "
@@ -162,10 +182,12 @@ def _from_config(section: Any) -> dict[str, Any]:
 
 def _chosen(item: Field[Any], value: Any, where: str) -> Any:
     choices = item.metadata["choices"]
+    if item.metadata["or_number"] and value.isdecimal():
+        return value
     if choices and value not in choices:
         raise ValueError(
             f"{where} is {value!r}, which does not exist{_nearest(str(value), choices)}. "
-            f"Set one of: {', '.join(choices)}."
+            f"Set one of: {', '.join(choices)}{_NUMBER if item.metadata['or_number'] else ''}."
         )
     return value
 
@@ -190,7 +212,8 @@ def settings_page() -> str:
         variable, choices = item.metadata["variable"], item.metadata["choices"]
         about = item.metadata["about"]
         if choices:
-            about += f" Values: {', '.join(map(_code, choices))}."
+            number = _NUMBER if item.metadata["or_number"] else ""
+            about += f" Values: {', '.join(map(_code, choices))}{number}."
         cells = (
             item.name,
             _code(variable) if variable else "–",

@@ -5,6 +5,7 @@ What was asked is noted when vLLM first shows its configuration, before anything
 """
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,10 @@ from tabulate import tabulate
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from atom_vllm_bridge.kv_cache import ROLE_OF_SPEC, spec_of_group
+from atom_vllm_bridge.kv_cache import ROLE_OF_SPEC, RingSpec, spec_of_group
 from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.patches.registry import DECLARED, load
+from atom_vllm_bridge.settings import Settings
 
 logger = logging.getLogger("vllm.atom_vllm_bridge")
 
@@ -62,15 +64,22 @@ def table(
     compilation = vllm_config.compilation_config
     scheduler = vllm_config.scheduler_config
     caching = vllm_config.cache_config.enable_prefix_caching
+    settings = Settings.read(vllm_config.additional_config, os.environ)
+    specs = [spec_of_group(group) for group in cache.kv_cache_groups]
+    rings = [spec for spec in specs if isinstance(spec, RingSpec)]
     providers = {choice.op: choice.provider for choice in registry.table()}
     got = {
         "architecture": ", ".join(vllm_config.model_config.architectures),
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
-        "state layout": "paged",
+        "state layout": "ring" if rings else "paged",
         "cache groups": ", ".join(_groups(cache)),
         "cache dtype": model.model.codec.name,
         "prefix cache": "on, hits end on 128 tokens" if caching else "off",
-        "prefix rollback": "none: paged state is exact",
+        "prefix rollback": (
+            f"{settings.prefix_rollback}: a hit costs {rings[0].replay} tokens, and is used if it is longer"
+            if rings
+            else "none: paged state is exact"
+        ),
         "speculation": _speculation(vllm_config),
         "compilation": compilation.mode.name,
         "graph mode": compilation.cudagraph_mode.name,
@@ -104,8 +113,12 @@ def trained_length(hf_config: Any, method: str) -> int | None:
 
 
 def _groups(cache: KVCacheConfig) -> list[str]:
+    """Each with its tokens a block, and rings with those of a request."""
     specs = [spec_of_group(group) for group in cache.kv_cache_groups]
-    return [f"{ROLE_OF_SPEC[type(spec)]} {spec.block_size}" for spec in specs]
+    return [
+        f"{ROLE_OF_SPEC[type(spec)]} {spec.rows if isinstance(spec, RingSpec) else spec.block_size}"
+        for spec in specs
+    ]
 
 
 def _speculation(vllm_config: VllmConfig) -> str:

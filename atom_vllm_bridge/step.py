@@ -6,7 +6,8 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from atom_vllm_bridge.attention import AtomMetadata
-from atom_vllm_bridge.kv_cache import CacheLayer
+from atom_vllm_bridge.kv_cache import CacheLayer, RingSpec
+from atom_vllm_bridge.models.deepseek_v4.ring import ring_table
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, BlockTable, Cache
 
 CacheOf = Callable[[CacheLayer], Cache]
@@ -32,6 +33,15 @@ def with_caches(
     positions: torch.Tensor, metadata: Mapping[str, AtomMetadata]
 ) -> tuple[Batch, CacheOf]:
     """A real step: what vLLM's metadata, by layer name, say."""
+    first = next(iter(metadata.values()))
+    batch = Batch(
+        positions=positions,
+        query_start_loc=first.query_start_loc,
+        seq_lens=first.seq_lens,
+        max_query_len=first.max_query_len,
+        max_seq_len=first.max_seq_len,
+        visible_from=first.visible_from,
+    )
     tables: dict[tuple[int, int], BlockTable] = {}
 
     def cache(layer: CacheLayer) -> Cache:
@@ -40,22 +50,19 @@ def with_caches(
         # shapes of one group (main and indexer entries) have the same tokens a row only if the ratio is the same.
         key = (id(group), layer.tokens_per_row)
         if key not in tables:
-            tables[key] = BlockTable(
-                blocks=group.block_table,
-                slots=group.slot_mapping,
-                block_size=group.block_size,
-                tokens_per_row=layer.tokens_per_row,
+            spec = layer.spec
+            tables[key] = (
+                ring_table(group.block_table, batch, spec.rows, spec.reach)
+                if isinstance(spec, RingSpec)
+                else BlockTable(
+                    blocks=group.block_table,
+                    slots=group.slot_mapping,
+                    block_size=group.block_size,
+                    tokens_per_row=layer.tokens_per_row,
+                )
             )
         return Cache(rows=layer.kv_cache, table=tables[key])
 
-    first = next(iter(metadata.values()))
-    batch = Batch(
-        positions=positions,
-        query_start_loc=first.query_start_loc,
-        seq_lens=first.seq_lens,
-        max_query_len=first.max_query_len,
-        max_seq_len=first.max_seq_len,
-    )
     return batch, cache
 
 
@@ -70,12 +77,18 @@ def without_caches(
 
     def cache(layer: CacheLayer) -> Cache:
         spec = layer.spec
-        shape = (ends.numel() - 1, -(-query_len // spec.block_size))
-        table = BlockTable(
-            blocks=torch.zeros(shape, dtype=torch.int32, device=device),
-            slots=slots,
-            block_size=spec.block_size,
-            tokens_per_row=layer.tokens_per_row,
+        ring = isinstance(spec, RingSpec)
+        width = 1 if ring else -(-query_len // spec.block_size)
+        blocks = torch.zeros(len(ends) - 1, width, dtype=torch.int32, device=device)
+        table = (
+            ring_table(blocks, batch, spec.rows, spec.reach)
+            if ring
+            else BlockTable(
+                blocks=blocks,
+                slots=slots,
+                block_size=spec.block_size,
+                tokens_per_row=layer.tokens_per_row,
+            )
         )
         return Cache(rows=layer.no_rows(device), table=table)
 

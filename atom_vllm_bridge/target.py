@@ -11,7 +11,7 @@ from vllm.sequence import IntermediateTensors
 
 from atom_vllm_bridge import engine_ops, step
 from atom_vllm_bridge import weights as checkpoint_weights
-from atom_vllm_bridge.kv_cache import CacheLayer, cache_spec
+from atom_vllm_bridge.kv_cache import CacheLayer, cache_spec, rings_of
 from atom_vllm_bridge.model_state import AtomModelState
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.model import DeepseekV4Model
@@ -42,6 +42,7 @@ class AtomDeepseekV4ForCausalLM(nn.Module, SupportsEagle3):
         )
         self.caches = nn.ModuleList()
         block_size = vllm_config.cache_config.block_size
+        rings = rings_of(vllm_config, self.config)
         for layer in range(self.config.num_hidden_layers):
             shapes = layer_caches(self.config, layer, codec)
             self.caches.append(
@@ -49,7 +50,7 @@ class AtomDeepseekV4ForCausalLM(nn.Module, SupportsEagle3):
                     {
                         role.value: CacheLayer(
                             f"model.layers.{layer}.attn.{role.value}",
-                            cache_spec(role, shape, block_size),
+                            cache_spec(role, shape, block_size, rings),
                         )
                         for role, shape in shapes.items()
                     }

@@ -32,6 +32,7 @@ class AtomMetadata(AttentionMetadata):
         slot_mapping: [T] int64, −1 where nothing is written.
         max_query_len, max_seq_len: upper bounds known to the host.
         block_size: tokens a block.
+        visible_from: [R] int64, where the replay of each request's prefix hit began; None: none replays.
     """
 
     query_start_loc: torch.Tensor
@@ -41,6 +42,7 @@ class AtomMetadata(AttentionMetadata):
     max_query_len: int
     max_seq_len: int
     block_size: int
+    visible_from: torch.Tensor | None = None
 
 
 class AtomMetadataBuilder(AttentionMetadataBuilder[AtomMetadata]):

@@ -68,11 +68,7 @@ class LocalState:
             for role, shape in layer_caches(config, layer, codec).items():
                 key = (role, shape.ratio)
                 if key not in self._groups:
-                    rolls = ring is not None and in_ring(shape)
-                    size = _block_size(role, shape)
-                    if rolls:
-                        size = shape.window + ring
-                    self._groups[key] = _Group(shape, size, rolls)
+                    self._groups[key] = _group(role, shape, ring)
                 self._groups[key].layers.append(layer)
         self.rows: dict[tuple[int, CacheRole], torch.Tensor] = {}
         for (role, _), group in self._groups.items():
@@ -175,10 +171,17 @@ class LocalState:
             if request not in group.blocks:
                 group.blocks[request] = [group.free.pop()]
         blocks = self._tensor([group.blocks[r] for r, _, _ in chunks], torch.int32)
+        assert group.shape.window is not None
         return ring_table(blocks, batch, group.block_size, group.shape.window - 1)
 
     def _tensor(self, values: list, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def _group(role: CacheRole, shape: CacheShape, ring: int | None) -> _Group:
+    if ring is not None and shape.window is not None and in_ring(shape):
+        return _Group(shape, shape.window + ring, ring=True)
+    return _Group(shape, _block_size(role, shape))
 
 
 def _block_size(role: CacheRole, shape: CacheShape) -> int:

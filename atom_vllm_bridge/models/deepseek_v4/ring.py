@@ -17,7 +17,6 @@ from atom_vllm_bridge.models.deepseek_v4.state import (
     CacheShape,
 )
 
-
 # A heavily compressed layer's 128 rows of float32 would make rings so wide that all others waste their blocks; a prefix hit
 # finds those rows empty anyway.
 _WIDEST_RATIO = 4
