@@ -9,6 +9,7 @@ import logging
 import os
 
 from atom_vllm_bridge import compat
+from atom_vllm_bridge.patches import registry
 from atom_vllm_bridge.settings import Settings
 
 logger = logging.getLogger("vllm.atom_vllm_bridge")
@@ -40,6 +41,7 @@ def register_platform() -> str | None:
         if settings.disable:
             logger.info("atom-vllm-bridge is disabled by ATOM_BRIDGE_DISABLE=1.")
             return None
+        registry.PATCHES.turn_off(settings.disabled_patches)
         compat.check_vllm_version(allow_untested=settings.allow_untested)
         stock = detected_platform()
         chosen = PLATFORMS.get(stock or "")
@@ -85,6 +87,7 @@ def register_models() -> None:
         raise SystemExit(f"atom-vllm-bridge: {error}") from None
     if settings.disable:
         return
+    registry.PATCHES.turn_off(settings.disabled_patches)
     try:
         compat.check_vllm_version(allow_untested=settings.allow_untested)
     except RuntimeError as error:
@@ -118,10 +121,8 @@ def register_models() -> None:
 
     register_quantization_config(CHECKPOINT_FORMAT)(CheckpointFormat)
 
-    from atom_vllm_bridge.patches import registry
-
     state = registry.load().apply("draft-length", process="engine")
-    if state.name == registry.REFUSED:
+    if state.name not in (registry.APPLIED, registry.ALREADY_UPSTREAM):
         logger.warning(
             "A speculative configuration needs num_speculative_tokens: patch draft-length is %s.",
             state,

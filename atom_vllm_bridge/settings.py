@@ -59,6 +59,12 @@ class Settings:
         "Let a vLLM outside the supported range through.",
         variable="ATOM_BRIDGE_ALLOW_UNTESTED",
     )
+    disable_patch: str = _setting(
+        "",
+        "Patches to leave out, by their ids in [patches.md](patches.md), separated by commas; one that DeepSeek-V4 needs "
+        "on the device in use stops the start with one line.",
+        variable="ATOM_BRIDGE_DISABLE_PATCH",
+    )
     ops: str = _setting(
         "",
         "Providers to prefer for the model's ops: a provider for all of them, `op=provider` for one, separated by "
@@ -106,6 +112,11 @@ class Settings:
             values.update(_from_config(additional_config.get(SECTION)))
         return cls(**values)
 
+    @property
+    def disabled_patches(self) -> frozenset[str]:
+        """The ids in `disable_patch`."""
+        return frozenset(_listed(self.disable_patch))
+
     def as_dict(self) -> dict[str, Any]:
         """Name → value, in the order of the documentation."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -138,7 +149,28 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             values[item.name] = _SWITCH[text.strip().lower()]
         else:
             values[item.name] = _chosen(item, text, name)
+    _refuse_unknown_patches(str(values.get("disable_patch", "")))
     return values
+
+
+def _refuse_unknown_patches(text: str) -> None:
+    """Raise ValueError for an id that no patch has."""
+    asked = _listed(text)
+    if not asked:
+        return
+    from atom_vllm_bridge.patches import registry
+
+    known = [patch.id for patch in registry.load()]
+    for id in asked:
+        if id not in known:
+            raise ValueError(
+                f"{registry.VARIABLE} names the patch {id!r}, which does not exist{_nearest(id, known)}. "
+                f"Set one or more of: {', '.join(known)}."
+            )
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _from_config(section: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from atom_vllm_bridge import compat
 from atom_vllm_bridge.cli import probes
+from atom_vllm_bridge.patches import registry
 from atom_vllm_bridge.settings import Settings, environment
 
 SCHEMA = 1
@@ -88,7 +89,11 @@ def examine(
     """
     report = Report()
     settings = _environment(report, environ)
-    asked = {"platform": [], "ops": [settings.ops], "patches": []}
+    asked = {
+        "platform": [],
+        "ops": [settings.ops],
+        "patches": [",".join(sorted(settings.disabled_patches))],
+    }
     if model is not None:
         asked["checkpoint"] = [str(model)]
     with ThreadPoolExecutor(max_workers=len(asked)) as pool:
@@ -324,12 +329,29 @@ def _places(module: str) -> list[str]:
 
 
 def _patches(report: Report, answer: Answer) -> None:
-    rows = report.sections["patches"] = answer.value
-    for row in rows or []:
-        if row["state"] == "refused":
+    """What the registry declares; with states where vLLM could be asked."""
+    declared = registry.load()
+    found = answer.value or {
+        "patches": declared.table(),
+        "duties": declared.duty_table(),
+    }
+    report.sections |= found
+    device = (report.sections["platform"]["enum"] or "").lower()
+    for row in found["patches"] + found["duties"]:
+        if row["state"] == registry.REFUSED:
             report.faults.append(
                 f"The patch {row['id']} does not fit this vLLM: {row['reason']}. Install a vLLM {compat.SUPPORTED}."
+                if "target" in row
+                else f"{row['id']}: {row['reason']}. Install a vLLM {compat.SUPPORTED}."
             )
+        elif row["state"] == registry.TURNED_OFF:
+            line = f"The patch {row['id']} is turned off by {registry.VARIABLE}."
+            if row["needed_on"] and row["needed_on"] == device:
+                report.faults.append(
+                    f"{line} DeepSeek-V4 does not run on {device} without it. Leave it out there."
+                )
+            else:
+                report.notes.append(f"{line} {row['without']}")
 
 
 def _checkpoint(report: Report, answer: Answer | None) -> None:
@@ -369,6 +391,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield from _table(s["ops"], "op", "provider", "reason")
     yield "patches"
     yield from _table(s["patches"], "id", "state", "target")
+    yield "done by vLLM's hooks"
+    yield from _table(s["duties"], "id", "state", "hook")
     yield "environment"
     for name, value in s["environment"].items():
         yield f"  {name}={value}"

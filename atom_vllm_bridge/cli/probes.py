@@ -80,16 +80,17 @@ def ops(preference: str) -> list[dict[str, Any]]:
     ]
 
 
-def patches() -> list[dict[str, Any]]:
-    """One row a patch, after a trial in this process: whether each still fits the installed vLLM."""
+def patches(turned_off: str) -> dict[str, list[dict[str, str]]]:
+    """A row a patch and a duty, after a trial in this process: whether each still fits the installed vLLM."""
     from vllm.platforms import current_platform
 
     from atom_vllm_bridge.patches import registry
 
     assert current_platform is not None  # resolved first, as in every process of vLLM
     found = registry.load()
+    found.turn_off(turned_off.split(","))
     found.apply_all(runner="v2")
-    return found.table()
+    return {"patches": found.table(), "duties": found.duty_table()}
 
 
 def checkpoint(directory: str) -> dict[str, Any]:

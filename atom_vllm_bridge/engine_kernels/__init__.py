@@ -21,7 +21,13 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from atom_vllm_bridge.engine_kernels import fingerprints
-from atom_vllm_bridge.patches.registry import ALREADY_UPSTREAM, APPLIED, load
+from atom_vllm_bridge.patches.registry import (
+    ALREADY_UPSTREAM,
+    APPLIED,
+    TURNED_OFF,
+    VARIABLE,
+    load,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +68,19 @@ def register(only: Collection[str] | None = None) -> list[str]:
         The names registered by this call.
 
     Raises:
-        RuntimeError: a patch that the stand-ins need was refused.
+        RuntimeError: a patch that the stand-ins need was refused, or is turned off.
         KeyError: a name in `only` has no stand-in.
     """
     for patch in ("override-grid", "kernel-scan"):
         state = load().apply(patch, runner="v2", process="worker")
         if state.name not in (APPLIED, ALREADY_UPSTREAM):
+            way_out = (
+                f"Leave it out of {VARIABLE}."
+                if state.name == TURNED_OFF
+                else "Install a vLLM that this plugin supports."
+            )
             raise RuntimeError(
-                f"engine kernels: patch {patch} is {state}; the stand-ins need it. "
-                "Install a vLLM that this plugin supports."
+                f"engine kernels: patch {patch} is {state}; the stand-ins need it. {way_out}"
             )
     if importlib.import_module("vllm.platforms").current_platform.is_cpu():
         # What vLLM's CPU worker imports before anything of the runner: it replaces

@@ -2,7 +2,10 @@
 
 A patch replaces one function of vLLM. It names its target, the signature and the
 digest of the source that it was written against, and a probe that tells when vLLM
-needs it no longer; on any other vLLM it is refused, and vLLM stays as it was.
+needs it no longer; on any other vLLM it is refused, and vLLM stays as it was. A duty
+is what needs no patch: an official hook of vLLM does it.
+
+Standard library only, until a patch is applied.
 """
 
 import hashlib
@@ -12,7 +15,7 @@ import logging
 import pkgutil
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +26,10 @@ APPLIED = "applied"
 ALREADY_UPSTREAM = "already_upstream"
 NOT_APPLICABLE = "not_applicable"
 REFUSED = "refused"
+TURNED_OFF = "turned_off"
+
+VARIABLE = "ATOM_BRIDGE_DISABLE_PATCH"
+"""Read by settings.py; named in what is said of a patch that it turns off."""
 
 ANY = "any"
 
@@ -52,12 +59,13 @@ class Patch:
         process: "engine", "worker" or "any"; where the change is needed.
         why: what goes wrong without it.
         upstream: the issue or pull request, or "no issue known".
-        remove_when: whether the installed vLLM needs it no longer. Called only
-            when the patch is about to be applied; may import vLLM.
-        expects: what the target must look like; None if `apply` is.
-        apply: takes the target, returns its replacement. None for a duty that an
-            official hook does in every vLLM that is supported.
-        hook: that hook, for such a duty.
+        without: what the user meets where the patch is not applied.
+        test: the pytest node that fails once the installed vLLM needs it no longer.
+        remove_when: whether that is so. Called only when the patch is about to be
+            applied; may import vLLM.
+        expects: what the target must look like.
+        apply: takes the target, returns its replacement.
+        needed_on: the device type ("cpu") on which DeepSeek-V4 does not run without it.
     """
 
     id: str
@@ -66,15 +74,38 @@ class Patch:
     process: str
     why: str
     upstream: str
+    without: str
+    test: str
     remove_when: Callable[[], bool]
-    expects: Fingerprint | None = None
-    apply: Callable[[Any], Any] | None = None
-    hook: str = ""
+    expects: Fingerprint
+    apply: Callable[[Any], Any]
+    needed_on: str = ""
+
+
+@dataclass(frozen=True)
+class Duty:
+    """What others patch vLLM for, and the bridge does through an official hook.
+
+    Attributes:
+        id: a name with dashes, unique among patches and duties.
+        instead_of: what is replaced elsewhere; not always there in this vLLM.
+        what: the duty.
+        hook: "module:Qual.name" of vLLM that makes the patch unnecessary.
+        used: "module:Qual.name" of the bridge that answers to it.
+        test: the pytest node that shows it.
+    """
+
+    id: str
+    instead_of: str
+    what: str
+    hook: str
+    used: str
+    test: str
 
 
 @dataclass(frozen=True)
 class State:
-    """`name` is one of the constants above; `reason` is empty unless refused."""
+    """`name` is one of the constants above; `reason` is empty unless refused or turned off."""
 
     name: str
     reason: str = ""
@@ -91,64 +122,77 @@ class _Replaced:
 
 
 class Registry:
-    """Patches by id, their states in this process, and the way back."""
+    """Patches and duties by id, their states in this process, and the way back."""
 
     def __init__(self) -> None:
         self._patches: dict[str, Patch] = {}
+        self._duties: dict[str, Duty] = {}
+        self._off: frozenset[str] = frozenset()
         self._states: dict[str, State] = {}
         self._replaced: dict[str, _Replaced] = {}
         # Two engines may be built from two threads of one process.
         self._lock = threading.RLock()
 
-    def add(self, patch: Patch) -> None:
-        """Declare a patch.
+    def add(self, entry: Patch | Duty) -> None:
+        """Declare a patch or a duty.
 
         Raises:
-            ValueError: the id is taken, or the patch can be neither applied nor
-                explained by a hook.
+            ValueError: the id is taken.
         """
-        if patch.id in self._patches:
-            raise ValueError(f"patch {patch.id}: declared twice. Give it another id.")
-        if (patch.apply is None) == (not patch.hook):
+        if entry.id in self._states:
             raise ValueError(
-                f"patch {patch.id}: needs either `apply` or the `hook` that replaces it."
+                f"patch {entry.id}: declared twice. Give one of them another id."
             )
-        if (patch.apply is None) != (patch.expects is None):
-            raise ValueError(f"patch {patch.id}: `apply` needs `expects`, and only it.")
-        self._patches[patch.id] = patch
-        self._states[patch.id] = State(DECLARED)
+        if isinstance(entry, Duty):
+            self._duties[entry.id] = entry
+        else:
+            self._patches[entry.id] = entry
+        self._states[entry.id] = State(DECLARED)
+
+    def turn_off(self, ids: Iterable[str]) -> None:
+        """From now on, apply none of `ids`, and only these; what is applied already stays."""
+        with self._lock:
+            self._off = frozenset(ids)
 
     def __iter__(self) -> Iterator[Patch]:
+        """The patches."""
         # By id: whoever imports a patch first would else decide the order.
         return iter(sorted(self._patches.values(), key=lambda patch: patch.id))
+
+    def duties(self) -> list[Duty]:
+        """The duties, in the order in which they were declared."""
+        return list(self._duties.values())
 
     def __getitem__(self, id: str) -> Patch:
         return self._patches[id]
 
     def state(self, id: str) -> State:
-        """The state of a patch in this process, `declared` before `apply`."""
+        """The state of a patch or duty in this process, `declared` before `apply`."""
         return self._states[id]
 
     def apply(self, id: str, *, runner: str = ANY, process: str = ANY) -> State:
-        """Apply a patch unless vLLM, runner or process say otherwise.
+        """Apply a patch unless vLLM, the user, runner or process say otherwise.
 
-        A patch that is applied already stays so, whatever runner and process are.
+        A patch that is applied already stays so, whatever runner and process are. Of a
+        duty, only its hook is looked up.
 
         Args:
-            id: which patch.
+            id: which patch or duty.
             runner: the runner of this engine, "v1" or "v2"; "any" asks for every one.
             process: what this process is, "engine" or "worker"; likewise.
         """
         with self._lock:
-            if self._states[id].name != APPLIED:
+            if id in self._duties:
+                self._states[id] = _state_of(self._duties[id])
+            elif self._states[id].name != APPLIED:
                 self._states[id] = self._apply(self._patches[id], runner, process)
                 logger.debug("patch %s: %s", id, self._states[id])
             return self._states[id]
 
     def apply_all(self, *, runner: str = ANY, process: str = ANY) -> dict[str, State]:
-        """Apply every patch; a state for each id."""
+        """Apply every patch and look up every hook; a state for each id."""
         return {
-            id: self.apply(id, runner=runner, process=process) for id in self._patches
+            id: self.apply(id, runner=runner, process=process) for id in self._states
         }
 
     def restore(self, id: str) -> None:
@@ -178,30 +222,49 @@ class Registry:
                 "target": patch.target,
                 "runner": patch.runner,
                 "process": patch.process,
-                "state": self._states[patch.id].name,
-                "reason": self._states[patch.id].reason,
+                **self._state_row(patch.id),
                 "why": patch.why,
+                "without": patch.without,
+                "needed_on": patch.needed_on,
                 "upstream": patch.upstream,
-                "hook": patch.hook,
+                "test": patch.test,
             }
             for patch in self
         ]
+
+    def duty_table(self) -> list[dict[str, str]]:
+        """One row a duty, likewise."""
+        return [
+            {
+                "id": duty.id,
+                "instead_of": duty.instead_of,
+                **self._state_row(duty.id),
+                "what": duty.what,
+                "hook": duty.hook,
+                "used": duty.used,
+                "test": duty.test,
+            }
+            for duty in self.duties()
+        ]
+
+    def _state_row(self, id: str) -> dict[str, str]:
+        state = self._states[id]
+        return {"state": state.name, "reason": state.reason}
 
     def _apply(self, patch: Patch, runner: str, process: str) -> State:
         wanted = ((patch.runner, runner), (patch.process, process))
         if any(ANY not in pair and pair[0] != pair[1] for pair in wanted):
             return State(NOT_APPLICABLE)
+        if patch.id in self._off:
+            return State(TURNED_OFF, f"by {VARIABLE}")
         try:
             if patch.remove_when():
                 return State(ALREADY_UPSTREAM)
-            if patch.apply is None:
-                return State(REFUSED, f"this vLLM lacks the hook {patch.hook}")
             owner, attribute, original = _resolve(patch.target)
             found = fingerprint(_function(original))
         except (ImportError, AttributeError, OSError, TypeError) as error:
             return State(REFUSED, f"{patch.target} cannot be read: {error}")
         if found != patch.expects:
-            assert patch.expects is not None
             which = (
                 "signature" if found.signature != patch.expects.signature else "body"
             )
@@ -230,6 +293,27 @@ def fingerprint(function: Callable[..., Any]) -> Fingerprint:
     source = textwrap.dedent(inspect.getsource(function))
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     return Fingerprint(str(inspect.Signature(bare)), digest)
+
+
+def find(path: str) -> Any:
+    """The object that "module:Qual.name" stands for.
+
+    Raises:
+        ImportError, AttributeError: there is none.
+    """
+    module_name, _, names = path.partition(":")
+    found: Any = importlib.import_module(module_name)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _state_of(duty: Duty) -> State:
+    try:
+        find(duty.hook)
+    except (ImportError, AttributeError) as error:
+        return State(REFUSED, f"this vLLM lacks the hook {duty.hook}: {error}")
+    return State(ALREADY_UPSTREAM)
 
 
 def _resolve(target: str) -> tuple[Any, str, Any]:

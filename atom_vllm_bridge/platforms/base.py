@@ -13,7 +13,7 @@ from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
 from atom_vllm_bridge.patches import early_look
-from atom_vllm_bridge.patches.registry import PATCHES
+from atom_vllm_bridge.patches.registry import PATCHES, VARIABLE, load
 from atom_vllm_bridge.platforms.refusal import Refused, prepare_command_line
 from atom_vllm_bridge.settings import Settings
 
@@ -167,6 +167,15 @@ def _refuse_adaptive_verification_without_graphs(vllm_config: "VllmConfig") -> N
         )
 
 
+def _refuse_without_a_needed_patch(device: str, turned_off: frozenset[str]) -> None:
+    for patch in load():
+        if patch.needed_on == device and patch.id in turned_off:
+            raise Refused(
+                f"{VARIABLE} turns the patch {patch.id} off, and DeepSeek-V4 does not run on {device} without it. "
+                "Leave it out there, or set ATOM_BRIDGE_DISABLE=1 to serve with vLLM's own model."
+            )
+
+
 def _note_what_is_asked(vllm_config: "VllmConfig") -> None:
     from atom_vllm_bridge import startup
 
@@ -218,6 +227,8 @@ def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
 class AtomPlatform:
     """Mixed in before one of vLLM's platform classes, whose `_enum` stays what it is."""
 
+    device_type: str
+
     @classmethod
     def pre_register_and_update(
         cls, parser: "FlexibleArgumentParser | None" = None
@@ -252,6 +263,7 @@ class AtomPlatform:
         if not serves(vllm_config):
             super().check_and_update_config(vllm_config)  # type: ignore[misc]
             return
+        _refuse_without_a_needed_patch(cls.device_type, settings.disabled_patches)
         refuse_what_cannot_be_honoured(vllm_config)
         refuse_an_unfit_checkpoint(vllm_config)
         try:

@@ -16,6 +16,7 @@ import pytest
 from atom_vllm_bridge.checkpoint.make import make
 from atom_vllm_bridge.cli import doctor, probes
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
+from atom_vllm_bridge.patches import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +34,7 @@ SECTIONS = [
     "namesakes",
     "ops",
     "patches",
+    "duties",
     "checkpoint",
 ]
 
@@ -112,8 +114,15 @@ def test_an_environment_with_nothing_in_it_still_gets_a_full_report(empty):
     fault(report, "torch is not installed")
     fault(report, "atom_bridge is missing from vllm.platform_plugins")
     fault(report, "atom_bridge is missing from vllm.general_plugins")
+    # The registry is declared without vLLM; how it stands there is not known.
+    patches, duties = report["patches"], report["duties"]
+    assert [row["id"] for row in patches] == [p.id for p in registry.load()]
+    assert [row["id"] for row in duties] == [d.id for d in registry.load().duties()]
+    assert {row["state"] for row in patches + duties} == {"declared"}
     printed = empty.doctor()
     assert printed.returncode == 1
+    assert "  override-grid  declared  vllm.triton_utils." in printed.stdout
+    assert "\ndone by vLLM's hooks\n" in printed.stdout
     assert "vllm              not installed" in printed.stdout
     assert printed.stdout.count("\nfault: ") == len(report["faults"])
 
@@ -342,10 +351,9 @@ def _drop(checkpoint: Path, gone) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.fixture(scope="module")
-def here():
+def doctor_here(**variables: str) -> subprocess.CompletedProcess:
     """The report on the environment of this test run, through the console command."""
-    variables = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("ATOM_BRIDGE_", "VLLM_"))
@@ -360,9 +368,14 @@ def here():
         ],
         capture_output=True,
         text=True,
-        env=variables,
+        env=inherited | variables,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def here():
+    return doctor_here()
 
 
 def test_a_sound_installation_has_no_fault(here):
@@ -378,7 +391,22 @@ def test_a_sound_installation_has_no_fault(here):
         "already_upstream",
         "not_applicable",
     }
+    assert {row["state"] for row in report["duties"]} == {"already_upstream"}
     assert report["ops"], "every op and its provider"
+
+
+def test_a_patch_that_is_turned_off_is_a_note_or_where_it_is_needed_a_fault():
+    done = doctor_here(ATOM_BRIDGE_DISABLE_PATCH="early-look,kernel-scan")
+    report = json.loads(done.stdout)
+    states = {row["id"]: row["state"] for row in report["patches"]}
+    assert states["early-look"] == states["kernel-scan"] == "turned_off"
+    assert states["draft-length"] == states["override-grid"] == "applied"
+    (note,) = report["notes"]
+    assert note.startswith("The patch early-look is turned off by ATOM_BRIDGE_DISABLE")
+    if report["platform"]["enum"] == "CPU":
+        line = fault(report, "kernel-scan", "does not run on cpu without it")
+        assert line.endswith("Leave it out there.")
+        assert done.returncode == 1
 
 
 def test_every_probe_has_a_section():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core import kv_cache_utils as planner
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
@@ -10,6 +11,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from atom_vllm_bridge.attention import AtomBackend
 from atom_vllm_bridge.checkpoint.presets import build_config
 from atom_vllm_bridge.kv_cache import (
+    CacheLayer,
     CompressorSpec,
     HeavyCompressorSpec,
     WindowSpec,
@@ -145,3 +147,16 @@ def test_each_role_has_its_spec():
 def test_blocks_are_outermost_so_that_small_groups_keep_their_block_size():
     layouts = AtomBackend.supported_kv_cache_layouts()
     assert all(layout.is_block_outermost for layout in layouts)
+
+
+def test_a_layer_goes_on_with_the_cache_that_it_was_given_last(configured):
+    """vLLM profiles with a small cache, which the real one replaces."""
+    (name, spec), *_ = specs_of("tiny", "bfloat16").items()
+    with set_current_vllm_config(configured(512)):
+        layer = CacheLayer(name, spec)
+    for blocks in (2, 9):
+        given = torch.zeros(blocks, 1, spec.block_size, spec.head_size)
+        layer.bind_kv_cache(given)
+        assert layer.kv_cache.shape == (blocks, spec.block_size, spec.head_size)
+        layer.kv_cache[1, 0, 0] = 1
+        assert given[1, 0, 0, 0] == 1

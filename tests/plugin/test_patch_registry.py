@@ -1,29 +1,37 @@
 """The patch registry: what it applies, what it refuses, and the way back."""
 
+import ast
 import multiprocessing
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atom_vllm_bridge.patches import registry
+from atom_vllm_bridge.patches.page import patches_page
 from atom_vllm_bridge.patches.registry import (
     ALREADY_UPSTREAM,
     APPLIED,
     DECLARED,
     NOT_APPLICABLE,
     REFUSED,
+    TURNED_OFF,
+    Duty,
     Fingerprint,
     Patch,
     Registry,
     fingerprint,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 MODULE = "host_of_patches"
+IDS = [patch.id for patch in registry.load()]
+DUTIES = {duty.id: duty for duty in registry.load().duties()}
 
 
 class Engine:
@@ -71,6 +79,8 @@ PATCH = Patch(
     process="worker",
     why="It is too quiet.",
     upstream="no issue known",
+    without="It stays quiet.",
+    test="tests/plugin/test_patch_registry.py::test_a_patch_is_applied",
     remove_when=lambda: False,
     expects=fingerprint(Engine.step),
     apply=louder,
@@ -143,7 +153,7 @@ def test_an_unknown_target_is_refused(target: str, reason: str) -> None:
 
 
 def test_a_changed_signature_is_refused() -> None:
-    expects = Fingerprint("(self, tokens)", PATCH.expects.source)  # type: ignore[union-attr]
+    expects = Fingerprint("(self, tokens)", PATCH.expects.source)
     patches = registry_of(expects=expects)
     state = patches.apply("louder")
     assert state.name == REFUSED
@@ -177,15 +187,39 @@ def test_what_vllm_has_fixed_is_left_alone() -> None:
     assert Engine.step is stock
 
 
-def test_a_duty_of_a_hook_needs_no_patch() -> None:
-    patches = registry_of(
-        apply=None, expects=None, hook="Platform.hook", remove_when=lambda: True
-    )
-    assert patches.apply("louder").name == ALREADY_UPSTREAM
-    missing = registry_of(
-        apply=None, expects=None, hook="Platform.hook", remove_when=lambda: False
-    )
-    assert "lacks the hook Platform.hook" in missing.apply("louder").reason
+def test_what_is_turned_off_is_left_alone() -> None:
+    patches, stock = registry_of(), Engine.step
+    patches.turn_off(["louder"])
+    state = patches.apply("louder", runner="v2", process="worker")
+    assert str(state) == "turned_off(by ATOM_BRIDGE_DISABLE_PATCH)"
+    assert Engine.step is stock
+    assert patches.apply("louder", runner="v1").name == NOT_APPLICABLE
+    patches.turn_off([])
+    assert patches.apply("louder").name == APPLIED
+    patches.turn_off(["louder"])
+    assert patches.apply("louder").name == APPLIED, "what engines rely on stays"
+
+
+@pytest.mark.parametrize(
+    ("hook", "state", "reason"),
+    [
+        (f"{MODULE}:Engine.step", ALREADY_UPSTREAM, ""),
+        (f"{MODULE}:Engine.leap", REFUSED, f"lacks the hook {MODULE}:Engine.leap"),
+        ("no_such_module_at_all:Engine", REFUSED, "No module named"),
+    ],
+)
+def test_a_duty_is_done_if_its_hook_is_there(
+    hook: str, state: str, reason: str
+) -> None:
+    patches, stock = Registry(), Engine.step
+    patches.add(Duty("step", "Engine.step", "Step.", hook, "here:this", "there::test"))
+    found = patches.apply("step", runner="v2")
+    assert found.name == state
+    assert reason in found.reason
+    assert Engine.step is stock
+    assert list(patches) == []
+    (row,) = patches.duty_table()
+    assert (row["id"], row["state"], row["hook"]) == ("step", state, hook)
 
 
 @pytest.mark.parametrize(
@@ -233,25 +267,11 @@ def test_static_and_class_methods_stay_so() -> None:
     assert Derived.named() == "Derived"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"apply": None, "expects": None}, "needs either"),
-        ({"hook": "Platform.hook"}, "needs either"),
-        ({"expects": None}, "needs `expects`"),
-    ],
-)
-def test_a_patch_that_explains_nothing_is_rejected(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        registry_of(**changes)
-
-
 def test_an_id_is_taken_once() -> None:
     patches = registry_of()
-    with pytest.raises(ValueError, match="louder: declared twice"):
-        patches.add(PATCH)
+    for entry in (PATCH, Duty("louder", "", "", "", "", "")):
+        with pytest.raises(ValueError, match="louder: declared twice"):
+            patches.add(entry)
 
 
 def test_the_table_tells_state_and_reason() -> None:
@@ -289,13 +309,87 @@ def test_every_patch_of_the_project_fits_the_installed_vllm() -> None:
         patches.restore(patch.id)
 
 
+@pytest.mark.parametrize("id", IDS)
+def test_the_installed_vllm_still_needs_each_patch(id: str) -> None:
+    """When this fails, the patch goes: vLLM does by itself what it was for."""
+    assert not registry.load()[id].remove_when()
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_no_patch_of_the_project_touches_a_vllm_that_it_was_not_written_for(
+    id: str,
+) -> None:
+    patch = registry.load()[id]
+    registry.load().restore(id)
+    owner, _, attribute = patch.target.rpartition(".")
+    if ":" not in owner:
+        owner, _, attribute = patch.target.partition(":")
+        stock = vars(sys.modules[owner])[attribute]
+        gone = f"{owner}:gone"
+    else:
+        stock = vars(registry.find(owner))[attribute]
+        gone = f"{owner}.gone"
+    signature = replace(patch.expects, signature="(anything)")
+    body = replace(patch.expects, source="0" * 16)
+    for changes, reason in (
+        ({"target": gone}, "gone"),
+        ({"expects": signature}, f"the signature of {patch.target} has changed"),
+        ({"expects": body}, f"the body of {patch.target} has changed"),
+    ):
+        other = Registry()
+        other.add(replace(patch, **changes))
+        state = other.apply(id)
+        assert state.name == REFUSED
+        assert reason in state.reason
+    solved = Registry()
+    solved.add(replace(patch, remove_when=lambda: True))
+    assert solved.apply(id).name == ALREADY_UPSTREAM
+    where = registry.find(owner) if ":" in owner else sys.modules[owner]
+    assert vars(where)[attribute] is stock
+
+
+@pytest.mark.parametrize("duty", DUTIES.values(), ids=DUTIES)
+def test_each_duty_is_done_by_a_hook_of_the_installed_vllm(duty: Duty) -> None:
+    assert registry.load().apply(duty.id).name == ALREADY_UPSTREAM
+    assert registry.find(duty.used) is not None
+    assert duty.hook.startswith("vllm.")
+    assert duty.used.startswith("atom_vllm_bridge.")
+
+
+@pytest.mark.parametrize(
+    "node",
+    sorted({entry.test for entry in [*registry.load(), *DUTIES.values()]}),
+)
+def test_each_test_that_is_named_exists(node: str) -> None:
+    path, *names = node.split("::")
+    body: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
+    for name in names:
+        (found,) = [
+            part
+            for part in body
+            if isinstance(part, (ast.ClassDef, ast.FunctionDef)) and part.name == name
+        ]
+        body = found.body
+    assert names[-1].startswith("test_")
+
+
+def test_the_page_in_docs_is_the_generated_one() -> None:
+    page = (ROOT / "docs/patches.md").read_text(encoding="utf-8")
+    assert page == patches_page()
+    assert page.count("\n### ") == len(IDS)
+    assert all(f"\n| {id} | " in page for id in DUTIES)
+
+
 def apply_in_child(results: Any) -> None:
+    from atom_vllm_bridge import plugin
+
+    plugin.register_models()  # as vLLM does in every process that it starts
     patches = registry.load()
     patches.apply_all(runner="v2", process="worker")
     results.put(patches.table())
 
 
-def test_a_spawned_child_has_the_same_table() -> None:
+def in_a_spawned_child() -> list[dict[str, str]]:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     child = context.Process(target=apply_in_child, args=(results,))
@@ -303,15 +397,102 @@ def test_a_spawned_child_has_the_same_table() -> None:
     from_child = results.get(timeout=120)
     child.join(timeout=60)
     assert child.exitcode == 0
+    return from_child
+
+
+def test_a_spawned_child_has_the_same_table() -> None:
+    from_child = in_a_spawned_child()
     patches = registry.load()
     for patch in patches:
         patches.restore(patch.id)
+    patches.apply("draft-length", process="engine")
     patches.apply_all(runner="v2", process="worker")
     here = patches.table()
     for patch in patches:
         patches.restore(patch.id)
     assert from_child == here
     assert any(row["state"] == APPLIED for row in here)
+
+
+def test_a_spawned_child_leaves_out_what_is_turned_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ATOM_BRIDGE_DISABLE_PATCH", "draft-length, kernel-scan")
+    states = {row["id"]: row["state"] for row in in_a_spawned_child()}
+    # In a worker, a patch for the engine is not asked for again.
+    assert states == {
+        "draft-length": NOT_APPLICABLE,
+        "early-look": NOT_APPLICABLE,
+        "kernel-scan": TURNED_OFF,
+        "override-grid": APPLIED,
+    }
+
+
+class TestWithout:
+    """What two patches are for: the day one of these fails, vLLM does it itself."""
+
+    @pytest.fixture(autouse=True)
+    def stock(self) -> None:
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        patches = registry.load()
+        for id in ("draft-length", "early-look"):
+            patches.restore(id)
+
+    @staticmethod
+    def configure(checkpoint: Path, **options: Any) -> Any:
+        from vllm.engine.arg_utils import EngineArgs
+
+        return EngineArgs(
+            model=str(checkpoint), max_model_len=512, **options
+        ).create_engine_config()
+
+    def test_a_method_alone_is_incomplete(self, small_dspark: Path) -> None:
+        method = {"method": "dspark"}
+        with pytest.raises(
+            ValueError, match="num_speculative_tokens must be provided"
+        ) as error:
+            self.configure(small_dspark, speculative_config=dict(method))
+        assert "atom-vllm-bridge" not in str(error.value)
+        registry.load().apply("draft-length")
+        config = self.configure(small_dspark, speculative_config=dict(method))
+        assert config.speculative_config.num_speculative_tokens == 5
+
+    def test_the_mode_that_was_asked_for_is_gone(
+        self, small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As early as the platform is shown the configuration."""
+        from vllm.config import CompilationConfig, CompilationMode
+        from vllm.platforms import current_platform
+
+        seen = []
+        shown = type(current_platform).apply_config_platform_defaults.__func__
+
+        def look(cls: type, config: Any) -> None:
+            seen.append((config.compilation_config.mode, config.additional_config))
+            shown(cls, config)
+
+        monkeypatch.setattr(
+            type(current_platform), "apply_config_platform_defaults", classmethod(look)
+        )
+        asked = CompilationMode.VLLM_COMPILE
+        patches = registry.load()
+        for wanted in (False, True):
+            if wanted:
+                patches.apply("early-look")
+            else:
+                # Making a configuration would apply it.
+                patches.turn_off(["early-look"])
+            self.configure(
+                small_checkpoint, compilation_config=CompilationConfig(mode=asked)
+            )
+            patches.turn_off([])
+            mode, additional = seen[-1]
+            assert mode == CompilationMode.NONE
+            assert additional.get("atom_asked", {}).get("compilation") == (
+                asked.name if wanted else None
+            )
 
 
 class TestOverrideGrid:
@@ -381,7 +562,7 @@ class TestOverrideGrid:
 class TestKernelScan:
     """The second entry, on vLLM's own scan and the object that trips it."""
 
-    def test_kernels_can_be_replaced_once_numba_is_imported(self) -> None:
+    def test_without_it_numba_stops_the_scan(self) -> None:
         import numba  # noqa: F401  vLLM requires it
         from llvmlite.binding import ffi
         from vllm.triton_utils import dispatcher

@@ -249,6 +249,59 @@ def test_an_unknown_variable_ends_the_command_with_one_line():
     assert "Traceback" not in done.stderr
 
 
+def serve(model, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    return subprocess.run(
+        [*command, "--max-model-len", "512", *arguments],
+        env=os.environ | OFFLINE | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("id", ["kernel-scan", "override-grid"])
+def test_a_needed_patch_that_is_turned_off_ends_the_command_with_one_line(
+    small_checkpoint, id
+):
+    done = serve(small_checkpoint, ATOM_BRIDGE_DISABLE_PATCH=id)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        f"atom-vllm-bridge: ATOM_BRIDGE_DISABLE_PATCH turns the patch {id} off, and DeepSeek-V4 does not run on cpu "
+        "without it. Leave it out there, or set ATOM_BRIDGE_DISABLE=1 to serve with vLLM's own model."
+    )
+
+
+def test_an_unknown_patch_ends_the_command_with_one_line():
+    done = serve("nothing", ATOM_BRIDGE_DISABLE_PATCH="kernel-scam")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "'kernel-scam', which does not exist" in done.stderr.splitlines()[-1]
+
+
+def test_a_patch_that_an_engine_can_do_without_may_be_turned_off(small_dspark):
+    found = python(
+        f"""
+        import json
+        from vllm.engine.arg_utils import EngineArgs
+        from atom_vllm_bridge.patches import registry
+        given = {{"method": "dspark", "num_speculative_tokens": 3}}
+        EngineArgs(
+            model={str(small_dspark)!r}, max_model_len=512, speculative_config=given
+        ).create_engine_config()
+        print(json.dumps({{p.id: str(registry.PATCHES.state(p.id)) for p in registry.load()}}))
+        """,
+        ATOM_BRIDGE_DISABLE_PATCH="draft-length,early-look",
+    )
+    off = "turned_off(by ATOM_BRIDGE_DISABLE_PATCH)"
+    assert found["draft-length"] == found["early-look"] == off
+    assert (
+        f"needs num_speculative_tokens: patch draft-length is {off}" in found["stderr"]
+    )
+
+
 def test_model_runner_v1_is_refused_in_one_line(small_checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(Refused, match="needs Model Runner V2") as refused:

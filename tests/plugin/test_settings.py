@@ -15,8 +15,13 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def test_nothing_set_gives_the_defaults():
     assert Settings.read(None, {}) == Settings(
-        disable=False, allow_untested=False, ops="", state_layout="paged"
+        disable=False,
+        allow_untested=False,
+        disable_patch="",
+        ops="",
+        state_layout="paged",
     )
+    assert Settings().disabled_patches == frozenset()
 
 
 def test_each_source_reaches_its_setting():
@@ -45,6 +50,19 @@ def test_a_switch_is_on_or_off(text, value):
     assert Settings.read(None, {"ATOM_BRIDGE_DISABLE": text}).disable is value
 
 
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("kernel-scan", {"kernel-scan"}),
+        ("early-look, kernel-scan,", {"early-look", "kernel-scan"}),
+        ("", set()),
+    ],
+)
+def test_patches_are_named_one_by_one(text, ids):
+    settings = Settings.read(None, {"ATOM_BRIDGE_DISABLE_PATCH": text})
+    assert settings.disabled_patches == ids
+
+
 REFUSED = {
     "unknown key": (
         {"atom": {"state_layot": "paged"}},
@@ -61,6 +79,21 @@ REFUSED = {
         None,
         {"ATOM_BRIDGE_DISABLE": "maybe"},
         ["ATOM_BRIDGE_DISABLE=maybe", "1 or 0"],
+    ),
+    "patch that does not exist": (
+        None,
+        {"ATOM_BRIDGE_DISABLE_PATCH": "early-look,kernel-scam"},
+        [
+            "ATOM_BRIDGE_DISABLE_PATCH",
+            "'kernel-scam'",
+            "did you mean kernel-scan?",
+            "draft-length, early-look, kernel-scan, override-grid",
+        ],
+    ),
+    "what a hook does is no patch": (
+        None,
+        {"ATOM_BRIDGE_DISABLE_PATCH": "draft-kv-group"},
+        ["'draft-kv-group'", "draft-length"],
     ),
     "wrong type": ({"atom": {"ops": ["torch"]}}, {}, ["'ops'", '["torch"]', "string"]),
     "number for a string": ({"atom": {"state_layout": 1}}, {}, ["string", '"paged"']),
@@ -107,6 +140,7 @@ def test_settings_and_compat_load_neither_torch_nor_vllm():
     code = (
         "import sys, atom_vllm_bridge.settings, atom_vllm_bridge.compat as c;"
         "c.check_vllm_version();"
+        "atom_vllm_bridge.settings.Settings.read(None, {'ATOM_BRIDGE_DISABLE_PATCH': 'early-look'});"
         "print([m for m in ('torch', 'vllm', 'typer') if m in sys.modules])"
     )
     out = subprocess.run(
