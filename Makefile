@@ -118,6 +118,7 @@ lint: $(TOOLS)
 docs: $(SERVER)
 	$(BIN)/python -m atom_vllm_bridge.settings > docs/settings.md
 	$(BIN)/python -m atom_vllm_bridge.patches.page > docs/patches.md
+	$(BIN)/python -m atom_vllm_bridge.metrics > docs/metrics.md
 
 clean:
 	rm -rf $(MADE_HERE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

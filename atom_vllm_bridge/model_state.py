@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from atom_vllm_bridge import startup
+from atom_vllm_bridge import metrics, startup
 from atom_vllm_bridge.attention import AtomMetadata
 from atom_vllm_bridge.replay import Replays
 
@@ -28,6 +28,7 @@ class AtomModelState(DefaultModelState):
     _shown = False
     # None: nothing is replayed.
     _replays: Replays | None = None
+    counted: metrics.Requests
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
@@ -37,6 +38,8 @@ class AtomModelState(DefaultModelState):
         groups = kv_cache_config.kv_cache_groups
         tokens = max(group.kv_cache_spec.prefix_replay_tokens for group in groups)
         self._replays = Replays(tokens, self.max_num_reqs) if tokens else None
+        metrics.show_patches()
+        self.counted = metrics.Requests(self.vllm_config, kv_cache_config)
         if not self._shown and is_global_first_rank():
             startup.log_table(self.vllm_config, self.model, kv_cache_config)
             self._shown = True
@@ -45,6 +48,11 @@ class AtomModelState(DefaultModelState):
         super().add_request(req_index, new_req_data)
         if self._replays is not None:
             self._replays.add(req_index, new_req_data)
+        self.counted.added(new_req_data)
+
+    def remove_request(self, req_id: str) -> None:
+        super().remove_request(req_id)
+        self.counted.removed(req_id)
 
     def prepare_attn(
         self,
@@ -65,3 +73,15 @@ class AtomModelState(DefaultModelState):
         for group in metadata.values():
             group.visible_from = visible_from
         return metadata
+
+    def preprocess_state(
+        self,
+        input_batch: InputBatch,
+        block_tables: tuple[torch.Tensor, ...],
+        kv_cache_config: KVCacheConfig,
+        num_computed_tokens: torch.Tensor,
+    ) -> None:
+        super().preprocess_state(
+            input_batch, block_tables, kv_cache_config, num_computed_tokens
+        )
+        self.counted.stepped(input_batch)

@@ -87,6 +87,14 @@ DUTIES = [
         test="tests/plugin/test_kv_cache.py::test_blocks_are_outermost_so_that_small_groups_keep_their_block_size",
     ),
     Duty(
+        id="request-life-cycle",
+        instead_of="GPUModelRunner.add_requests, GPUModelRunner.finish_requests",
+        what="Learn which requests come and go on a worker.",
+        hook=f"{MODEL_STATE}.add_request",
+        used="atom_vllm_bridge.model_state:AtomModelState.add_request",
+        test="tests/plugin/test_metrics.py::test_a_request_in_an_engine_is_counted_with_its_hit",
+    ),
+    Duty(
         id="request-ids-for-builders",
         instead_of="GPUModelRunner._build_attention_metadata, propose_draft_token_ids",
         what="Tell requests apart in attention metadata, without ids: by the rows of each group's block table.",

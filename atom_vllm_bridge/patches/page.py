@@ -47,7 +47,8 @@ _PAGE = """\
 # Patches
 
 What vLLM does not do by itself, and by which means the bridge gets it done. `atom-vllm-bridge doctor` shows the state of
-each entry in the vLLM that is installed, and the table at the start those of the patches in use.
+each entry in the vLLM that is installed, the table at the start those of the patches in use, and the series
+`atom_bridge:patch_state` ([metrics](metrics.md)) those of a running server.
 
 | state | meaning |
 |---|---|

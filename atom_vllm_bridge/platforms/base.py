@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from atom_vllm_bridge import engine_ops
+from atom_vllm_bridge import engine_ops, metrics
 from atom_vllm_bridge.models.deepseek_v4 import checkpoint
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig
@@ -271,6 +271,7 @@ class AtomPlatform:
         except ValueError as error:
             raise Refused(str(error)) from None
         cls._check_and_update_deepseek_v4(vllm_config)
+        metrics.offer()
 
     @classmethod
     def _check_and_update_deepseek_v4(cls, vllm_config: "VllmConfig") -> None:

@@ -77,6 +77,9 @@ def test_a_busy_rank_beside_an_idle_one_gives_the_text_of_one_rank(server, one_r
         "0": len(PROMPTS) * TOKENS,
         "1": 0,
     }
+    hits = server.series("atom_bridge:prefix_hit_tokens_total", "engine")
+    assert hits.keys() == {"0", "1"}
+    assert hits == server.series("vllm:prefix_cache_hits_total", "engine")
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
     log = server.log.read_text(errors="replace")
     assert "Traceback" not in log
