@@ -73,7 +73,7 @@ PATCHES.add(
             "`num_speculative_tokens` must be given beside the method; vLLM says so and "
             "stops."
         ),
-        test="tests/plugin/test_patch_registry.py::TestWithout::test_a_method_alone_is_incomplete",
+        test="tests/plugin/test_patches.py::TestWithout::test_a_method_alone_is_incomplete",
         remove_when=_vllm_looks_it_up,
         expects=Fingerprint(
             signature="(self, target_model_config, target_parallel_config)",

@@ -49,7 +49,7 @@ PATCHES.add(
             "The table at the start may show vLLM's default where it should show what was "
             "asked for."
         ),
-        test="tests/plugin/test_patch_registry.py::TestWithout::test_the_mode_that_was_asked_for_is_gone",
+        test="tests/plugin/test_patches.py::TestWithout::test_the_mode_that_was_asked_for_is_gone",
         remove_when=_platform_sees_what_was_asked,
         expects=Fingerprint(signature="(vllm_config)", source="45d8cdebd7117e6f"),
         apply=look_first,

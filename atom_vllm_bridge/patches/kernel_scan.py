@@ -69,7 +69,7 @@ PATCHES.add(
         ),
         upstream="no issue known",
         without="DeepSeek-V4 does not start on a CPU; elsewhere nothing changes.",
-        test="tests/plugin/test_patch_registry.py::TestKernelScan::test_without_it_numba_stops_the_scan",
+        test="tests/plugin/test_patches.py::TestKernelScan::test_without_it_numba_stops_the_scan",
         remove_when=_vllm_scans_safely,
         expects=Fingerprint(signature="(overrides)", source="68f705141997c1e3"),
         apply=scan_with_tolerant_vars,

@@ -69,7 +69,7 @@ PATCHES.add(
         ),
         upstream="no issue known",
         without="DeepSeek-V4 does not start on a CPU; elsewhere nothing changes.",
-        test="tests/plugin/test_patch_registry.py::TestOverrideGrid::test_without_it_the_grid_is_lost",
+        test="tests/plugin/test_patches.py::TestOverrideGrid::test_without_it_the_grid_is_lost",
         remove_when=_vllm_keeps_the_grid,
         expects=Fingerprint(signature="(self, grid)", source="8f530e45ce6e725e"),
         apply=keep_grid,
