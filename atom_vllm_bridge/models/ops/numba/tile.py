@@ -1,28 +1,41 @@
 """The innermost product of few rows with a panel, written for the vector unit: numba's own loops leave most of it idle.
 
-A tile is ROWS × WIDTH outputs whose sums stay in registers while the inputs go by: each line of the panel is read once,
-widened from bfloat16 where it is stored so, and multiplied into every row. Meanwhile the same line of the next panel is
-on its way from memory.
+A tile is some rows × some columns of the output, whose sums stay in registers while the inputs go by: each line of the panel
+is read once for all of the rows, widened from bfloat16 where it is stored so, and multiplied into each. Meanwhile lines that
+are needed later are on their way from memory. Whatever the tile, a sum is taken over the inputs in their order, so that a row
+does not depend on its company.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from atom_vllm_bridge.models.ops.panels import WIDTH
 
-_LANES = 16
-_PARTS = range(WIDTH // _LANES)
+
+def _lanes() -> int:
+    """float32 numbers that a vector register of this machine holds."""
+    features = binding.get_host_cpu_features()
+    return 16 if features.get("avx512f") else 8 if features.get("avx2") else 4
+
+
+_LANES = _lanes()
+# Columns of the two vectors that are loaded together.
+_PAIR = 2 * _LANES
+# Rows of a tile of one pair: with what goes by, its sums fill the 16 registers of AVX2; 4 rows are enough to hide the latency
+# of an addition, which takes 8 sums with two pipes of 4 cycles.
+_MOST = 6
+# Inputs, of which a tile reads a panel's lines several times: as many as stay in the first cache level.
+_BLOCK = 128
 _CACHE_LINE = 64
 # Lines.
 _AHEAD = 16
-_FLOATS, _INTS, _HALVES = (
-    ir.VectorType(kind, _LANES)
-    for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(16))
+_FLOATS, _INTS = (
+    ir.VectorType(kind, _LANES) for kind in (ir.FloatType(), ir.IntType(32))
 )
 
 
@@ -44,49 +57,101 @@ def _vector(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, offset: int) -> A
     return b.inttoptr(place, kind.as_pointer())
 
 
-def _line(b: ir.IRBuilder, address: ir.Value, size: int) -> list[ir.Value]:
-    """A panel's line as vectors of float32; bfloat16, `size` 2, is the upper half of one."""
+def _wide(b: ir.IRBuilder, address: ir.Value, size: int) -> list[ir.Value]:
+    """A pair as float32; of bfloat16, `size` 2, which is the upper half of one, the even columns and the odd ones."""
     if size == 4:
-        places = [_vector(b, address, _FLOATS, part * _LANES * 4) for part in _PARTS]
+        places = [_vector(b, address, _FLOATS, part * _LANES * 4) for part in range(2)]
         return [b.load(place, align=4) for place in places]
-    places = [_vector(b, address, _HALVES, part * _LANES * 2) for part in _PARTS]
-    wide = [b.zext(b.load(place, align=2), _INTS) for place in places]
-    upper = ir.Constant(_INTS, [16] * _LANES)
-    return [b.bitcast(b.shl(value, upper), _FLOATS) for value in wide]
+    both = b.load(_vector(b, address, _INTS, 0), align=2)
+    even = b.shl(both, ir.Constant(_INTS, [16] * _LANES))
+    odd = b.and_(both, ir.Constant(_INTS, [0xFFFF0000] * _LANES))
+    return [b.bitcast(value, _FLOATS) for value in (even, odd)]
 
 
-def _tile(rows: int, panels: int) -> Callable[..., None]:
+def _swapped(b: ir.IRBuilder, pair: list[ir.Value], order: list[int]) -> list[ir.Value]:
+    """Two vectors whose numbers change places: number i becomes what was number order[i]."""
+    halves = order[:_LANES], order[_LANES:]
+    return [b.shuffle_vector(*pair, ir.Constant(_INTS, half)) for half in halves]
+
+
+# Columns of the even ones, then of the odd ones; and back.
+_APART = [*range(0, _PAIR, 2), *range(1, _PAIR, 2)]
+_TOGETHER = [_APART.index(column) for column in range(_PAIR)]
+
+
+def _tile(rows: int, pairs: int) -> Callable[..., None]:
     @intrinsic
-    def tile(typing: Any, x: Any, first: Any, panel: Any, out: Any, column: Any) -> Any:
-        """out[first : first + ROWS, column : column + PANELS · WIDTH] = x[first : first + ROWS] · panel and those after it."""
+    def tile(
+        typing: Any,
+        x: Any,
+        first: Any,
+        panel: Any,
+        skip: Any,
+        out: Any,
+        column: Any,
+        goes_on: Any,
+        later: Any,
+        pace: Any,
+    ) -> Any:
+        """out[first : first + ROWS, column : column + PAIRS · 2 · LANES] = x[first : first + ROWS] · `panel` from column `skip` on, and panels after it.
+
+        Added to what is there if it `goes_on`. With each input the line at the address `later`, which each time moves by
+        `pace`, is called from memory; a tile as wide as a panel calls its own lines.
+        """
 
         def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
             kinds = signature.args
             x_, panel_, out_ = (
-                _Array(context, b, kinds[i], args[i]) for i in (0, 2, 3)
+                _Array(context, b, kinds[i], args[i]) for i in (0, 2, 4)
             )
             size = kinds[2].dtype.bitwidth // 8
             inputs = b.extract_value(panel_.array.shape, 0)
-            step = b.mul(inputs, inputs.type(WIDTH * size))
+            whole = b.mul(inputs, inputs.type(WIDTH * size))
             places = [b.add(args[1], args[1].type(r)) for r in range(rows)]
-            vectors = range(panels * len(_PARTS))
             zero = ir.Constant(_FLOATS, None)
             sums = [
-                [cgutils.alloca_once_value(b, zero) for _ in vectors] for _ in places
+                [cgutils.alloca_once_value(b, zero) for _ in range(2 * pairs)]
+                for _ in places
             ]
+
+            def each_pair(row: int) -> Iterator[tuple[list[ir.Value], list[ir.Value]]]:
+                """A row's sums, and where they go."""
+                address = out_.address(places[row], args[5])
+                for n in range(0, 2 * pairs, 2):
+                    to = [
+                        _vector(b, address, _FLOATS, (n + part) * _LANES * 4)
+                        for part in range(2)
+                    ]
+                    yield sums[row][n : n + 2], to
+
+            for row in range(rows):
+                for totals in sums[row]:
+                    b.store(zero, totals)
+            with b.if_then(args[6]):
+                for row in range(rows):
+                    for totals, places_ in each_pair(row):
+                        pair = [b.load(place, align=4) for place in places_]
+                        if size == 2:
+                            pair = _swapped(b, pair, _APART)
+                        for value, total in zip(pair, totals, strict=True):
+                            b.store(value, total)
             multiply_add = cgutils.get_or_insert_function(
                 b.module,
                 ir.FunctionType(_FLOATS, [_FLOATS] * 3),
                 f"llvm.fmuladd.v{_LANES}f32",
             )
             with cgutils.for_range(b, inputs) as loop:
-                start = panel_.address(loop.index, inputs.type(0))
+                if pairs * _PAIR < WIDTH:
+                    _prefetch(b, b.add(args[7], b.mul(loop.index, args[8])), 0)
+                start = panel_.address(loop.index, args[3])
                 line = []
-                for _ in range(panels):
-                    for offset in range(0, WIDTH * size, _CACHE_LINE):
-                        _prefetch(b, start, _AHEAD * WIDTH * size + offset)
-                    line += _line(b, start, size)
-                    start = b.add(start, step)
+                for n in range(pairs):
+                    beside, within = divmod(n * _PAIR, WIDTH)
+                    place = b.add(start, b.mul(whole, whole.type(beside)))
+                    if pairs * _PAIR >= WIDTH and within == 0:
+                        for offset in range(0, WIDTH * size, _CACHE_LINE):
+                            _prefetch(b, place, _AHEAD * WIDTH * size + offset)
+                    line += _wide(b, b.add(place, place.type(within * size)), size)
                 for place, totals in zip(places, sums, strict=True):
                     address = x_.address(place, loop.index)
                     value = b.load(_vector(b, address, ir.FloatType(), 0), align=4)
@@ -97,14 +162,17 @@ def _tile(rows: int, panels: int) -> Callable[..., None]:
                     for part, total in zip(line, totals, strict=True):
                         added = b.call(multiply_add, [part, every, b.load(total)])
                         b.store(added, total)
-            for place, totals in zip(places, sums, strict=True):
-                address = out_.address(place, args[4])
-                for part, total in zip(vectors, totals, strict=True):
-                    to = _vector(b, address, _FLOATS, part * _LANES * 4)
-                    b.store(b.load(total), to, align=4)
+            for row in range(rows):
+                for totals, places_ in each_pair(row):
+                    values = [b.load(total) for total in totals]
+                    if size == 2:
+                        values = _swapped(b, values, _TOGETHER)
+                    for value, place in zip(values, places_, strict=True):
+                        b.store(value, place, align=4)
             return context.get_dummy_value()
 
-        return types.void(x, first, panel, out, column), generate
+        kinds = x, first, panel, skip, out, column, goes_on, later, pace
+        return types.void(*kinds), generate
 
     return tile
 
@@ -123,34 +191,73 @@ def _prefetch(b: ir.IRBuilder, address: ir.Value, offset: int) -> None:
     )
 
 
-# Rows, and panels side by side: as many sums at once as it takes to never wait for one.
-_one_by_four, _one = _tile(1, 4), _tile(1, 1)
-_two_by_two, _two = _tile(2, 2), _tile(2, 1)
-_four, _eight = _tile(4, 1), _tile(8, 1)
+# As many panels side by side as it takes to have the sums; and one.
+_one_wide, _one = _tile(1, 4), _tile(1, max(1, WIDTH // _PAIR))
+_two_wide, _two = _tile(2, 2), _tile(2, max(1, WIDTH // _PAIR))
+_three, _four, _five, _six = (_tile(rows, 1) for rows in range(3, _MOST + 1))
+
+
+@numba.njit
+def _some(x, first, rows, panel, out, column, goes_on, later, pace):
+    """`product` of 3 to _MOST rows with lines of one panel."""
+    for skip in range(0, WIDTH, _PAIR):
+        at = column + skip
+        if rows == 3:
+            _three(x, first, panel, skip, out, at, goes_on, later, pace)
+        elif rows == 4:
+            _four(x, first, panel, skip, out, at, goes_on, later, pace)
+        elif rows == 5:
+            _five(x, first, panel, skip, out, at, goes_on, later, pace)
+        else:
+            _six(x, first, panel, skip, out, at, goes_on, later, pace)
+        later += pace * panel.shape[0]
+
+
+@numba.njit
+def _many(x, panels, out, column):
+    """`product` of 3 rows and more: block by block, while what follows in memory comes nearer."""
+    rows, (count, inputs, _) = x.shape[0], panels.shape
+    tiles = (rows + _MOST - 1) // _MOST
+    pace = panels.itemsize * WIDTH // (tiles * (WIDTH // _PAIR))
+    for p in range(count):
+        for begin in range(0, inputs, _BLOCK):
+            end = min(inputs, begin + _BLOCK)
+            lines = panels[p, begin:end]
+            later = lines.ctypes.data + lines.nbytes
+            for i in range(tiles):
+                t, stop = rows * i // tiles, rows * (i + 1) // tiles
+                _some(
+                    x[:, begin:end],
+                    t,
+                    stop - t,
+                    lines,
+                    out,
+                    column + p * WIDTH,
+                    begin > 0,
+                    later + i * lines.nbytes // tiles,
+                    pace,
+                )
 
 
 @numba.njit
 def product(x, panels, out, column):
     """out[:, column : column + P · WIDTH] = x [T, a] · panels [P, a, WIDTH], float32; the panels in the bits of float32 or bfloat16."""
-    rows, count = x.shape[0], panels.shape[0]
-    for p in range(count):
-        for t in range(0, rows - 7, 8):
-            _eight(x, t, panels[p], out, column + p * WIDTH)
-        if rows & 4:
-            _four(x, rows & ~7, panels[p], out, column + p * WIDTH)
-    t, p = rows & ~3, 0
-    if rows & 2:
-        while p + 2 <= count:
-            _two_by_two(x, t, panels[p], out, column + p * WIDTH)
-            p += 2
-        if p < count:
-            _two(x, t, panels[p], out, column + p * WIDTH)
-        t += 2
-    if rows & 1:
-        p = 0
-        while p + 4 <= count:
-            _one_by_four(x, t, panels[p], out, column + p * WIDTH)
-            p += 4
-        while p < count:
-            _one(x, t, panels[p], out, column + p * WIDTH)
-            p += 1
+    rows, c, columns = x.shape[0], 0, panels.shape[0] * WIDTH
+    if rows == 1:
+        while c + 4 * _PAIR <= columns:
+            at = column + c
+            _one_wide(x, 0, panels[c // WIDTH], c % WIDTH, out, at, False, 0, 0)
+            c += 4 * _PAIR
+        while c < columns:
+            _one(x, 0, panels[c // WIDTH], 0, out, column + c, False, 0, 0)
+            c += WIDTH
+    elif rows == 2:
+        while c + 2 * _PAIR <= columns:
+            at = column + c
+            _two_wide(x, 0, panels[c // WIDTH], c % WIDTH, out, at, False, 0, 0)
+            c += 2 * _PAIR
+        while c < columns:
+            _two(x, 0, panels[c // WIDTH], 0, out, column + c, False, 0, 0)
+            c += WIDTH
+    elif rows:
+        _many(x, panels, out, column)
