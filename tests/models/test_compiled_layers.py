@@ -50,7 +50,8 @@ def decoded(model, chunk=1, pad=0, length=LENGTH):
     for start in range(0, length - LEAD, chunk):
         later = (1, LEAD + start, chunk) if start else (1, 0, LEAD + chunk)
         batch, caches = state.step([(0, start, chunk), later], pad_tokens=pad)
-        given = ids[: len(batch.positions)].roll(start)
+        # 32 bits, as the engine's are.
+        given = ids[: len(batch.positions)].roll(start).int()
         streams, _ = model(given, batch, caches)
         outputs.append(streams[: len(given) - pad])
     return torch.cat(outputs), state

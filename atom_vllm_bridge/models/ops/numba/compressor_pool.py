@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from atom_vllm_bridge.models.ops.numba.exponential import exponential
 from atom_vllm_bridge.models.ops.numba.few import MOST, compiled
 from atom_vllm_bridge.models.ops.rows import flat_rows
 from atom_vllm_bridge.models.ops.torch import compressor_pool as reference
@@ -27,7 +28,7 @@ def pool_rows(rows, ids, unseen, out):
             if not unseen[m, k]:
                 kv, score = rows[ids[m, 0, k]], rows[ids[m, 1, k]]
                 for c in range(d):
-                    weight = np.exp(score[c] - most[c])
+                    weight = exponential(score[c] - most[c])
                     total[c] += weight
                     entry[c] += weight * kv[c]
         for c in range(d):

@@ -11,16 +11,16 @@ import torch
 from atom_vllm_bridge.models.ops.gradients import trained
 from atom_vllm_bridge.models.ops.numba import (
     experts,
-    hc_pre,
     indices,
     linear,
+    parts,
     sparse_attention,
 )
 from atom_vllm_bridge.models.ops.numba import (
     layer as compiled,
 )
 from atom_vllm_bridge.models.ops.numba.few import MOST
-from atom_vllm_bridge.models.ops.numba.team import team
+from atom_vllm_bridge.models.ops.numba.team import Body, team
 from atom_vllm_bridge.models.ops.panels import WIDTH
 from atom_vllm_bridge.models.ops.rows import flat_rows, pitch
 from atom_vllm_bridge.models.ops.torch import decoder_layers as reference
@@ -28,7 +28,7 @@ from atom_vllm_bridge.models.ops.torch import decoder_layers as reference
 # Fields of a record of layer.py, in its order.
 _Record = tuple[Any, ...]
 
-_NO_MATRIX, _NO_COMPRESSOR = (0,) * 5, (0,) * 6
+_NO_COMPRESSOR = (0,) * 6
 _NO_POOLING, _NO_KEYS = (0,) * 6, (0, 0, 0)
 _NOT_COMPRESSED = (0, _NO_KEYS, _NO_KEYS, _NO_POOLING)
 _LIKE = {torch.float32: np.empty(0, np.uint32), torch.bfloat16: np.empty(0, np.uint16)}
@@ -87,9 +87,9 @@ class _Bound:
         _need(attn.codec.kv.width == attn.dim)
         self.like = _LIKE[attn.codec.kv.dtype]
         record = (
-            self._hyper(layer.hc_attn, layer.attn_norm),
+            self._hyper(parts.read, layer.hc_attn, layer.attn_norm),
             self._attention(attn),
-            self._hyper(layer.hc_ffn, layer.ffn_norm),
+            self._hyper(parts.read_and_route, layer.hc_ffn, layer.ffn_norm),
             self._feed_forward(layer.ffn),
         )
         return np.array([record], compiled.LAYER)
@@ -98,9 +98,9 @@ class _Bound:
         self._numbers.append(torch.tensor(values, dtype=dtype, device="cpu"))
         return self._numbers[-1].data_ptr()
 
-    def _hyper(self, hc: Any, norm: torch.Tensor) -> _Record:
+    def _hyper(self, body: Body, hc: Any, norm: torch.Tensor) -> _Record:
         return (
-            hc_pre.by_tokens.address,
+            body.address,
             hc.iterations,
             self._number(hc.eps, hc.norm_eps, dtype=torch.float64),
             *map(_fp32, (hc.fn, hc.base, hc.scale, norm)),
@@ -114,8 +114,8 @@ class _Bound:
             attn.dim,
             attn.q_rank,
             *map(_fp32, (attn.q_norm, attn.kv_norm, attn.sink)),
+            self._number(attn.norm_eps, attn.scale, dtype=torch.float64),
             attn.norm_eps,
-            attn.scale,
             _matrix(attn.w_in, sum(attn.columns.values())),
             _full(attn.wq_b, attn.query_rows),
             _full(attn.wo_a, attn.wo_b.shape[-2] // attn.groups),
@@ -135,6 +135,10 @@ class _Bound:
     def _feed_forward(self, ffn: Any) -> _Record:
         many, d = ffn.gate.shape
         inner, table = ffn.w2.shape[-2], ffn.tid2eid
+        w13, w2 = ffn.shared_w13, ffn.shared_w2
+        shared = w2.shape[-2]
+        _need(w13.dtype == w2.dtype == ffn.w2.dtype and w13.dim() == w2.dim() == 3)
+        _need(2 * shared % WIDTH == 0)
         _need(ffn.w13.dtype == ffn.w2.dtype and ffn.w13.dim() == ffn.w2.dim() == 4)
         _need(2 * inner % WIDTH == d % WIDTH == 0 and ffn.w13.dtype in experts.bodies)
         return (
@@ -149,9 +153,10 @@ class _Bound:
             ffn.w13.data_ptr(),
             ffn.w2.data_ptr(),
             self._number(ffn.limit, dtype=torch.float32),
-            ffn.route_scale,
-            _full(ffn.shared_w13, 2 * ffn.shared_w2.shape[-2]),
-            _full(ffn.shared_w2, d),
+            self._number(ffn.route_scale, dtype=torch.float64),
+            shared,
+            w13.data_ptr(),
+            w2.data_ptr(),
         )
 
     def _where(self) -> tuple[list[int], list[torch.dtype]]:
@@ -373,7 +378,7 @@ def decoder_layers(
         for layer, caches in zip(layers, state, strict=True)
     ]
     team_, narrow = team(), streams.dtype == torch.bfloat16
-    ids, between = input_ids.contiguous().numpy(), _empty(streams).numpy()
+    ids, between = input_ids.long().contiguous().numpy(), _empty(streams).numpy()
     for layer, caches, call in zip(layers, state, ready, strict=True):
         if call is None:
             streams = reference.decoder_layers(

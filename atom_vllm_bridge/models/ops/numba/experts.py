@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import numba
 import numpy as np
 import torch
 
@@ -33,9 +34,19 @@ def by_expert(chosen, many, order, start):
     return count
 
 
+@numba.njit
+def _through(x, w13, w2, limit, hidden, gated, out):
+    """out [R, d]: one expert's answer to x [R, d]; the others are memory for what lies between."""
+    product(x, w13, hidden, 0)
+    gate_rows(hidden[: x.shape[0]], limit, gated)
+    product(gated[: x.shape[0]], w2, out, 0)
+
+
 def _body(bits):
+    """The experts that are hit, one a chunk, before them the shared one where its width, `words[16]`, is not 0."""
+
     def body(words):
-        hits, tokens, k, d, inner, many = (
+        chunks, tokens, k, d, inner, many = (
             words[1],
             words[2],
             words[3],
@@ -52,27 +63,37 @@ def _body(bits):
         w2 = array(words[13], (many, d // WIDTH, inner, WIDTH), bits)
         limit = array(words[14], (1,), np.float32)[0]
         out = array(words[15], (tokens * k, d), np.float32)
+        wide = words[16]
+        shared_w13 = array(words[17], (2 * wide // WIDTH, d, WIDTH), bits)
+        shared_w2 = array(words[18], (d // WIDTH, wide, WIDTH), bits)
+        shared = array(words[19], (tokens, d), np.float32)
+        before = 1 if wide else 0
         most = 0
-        for n in range(hits):
+        for n in range(chunks - before):
             most = max(most, start[n + 1] - start[n])
         rows = np.empty((most, d), np.float32)
         hidden = np.empty((most, 2 * inner), np.float32)
         gated = np.empty((most, inner), np.float32)
-        n = next_chunk(words)
-        while n < hits:
+        chunk = next_chunk(words)
+        while chunk < chunks:
+            n = chunk - before
+            if n < 0:
+                wider = np.empty((tokens, 2 * wide), np.float32)
+                middle = np.empty((tokens, wide), np.float32)
+                _through(x, shared_w13, shared_w2, limit, wider, middle, shared)
+                chunk = next_chunk(words)
+                continue
             first, count = start[n], start[n + 1] - start[n]
             e = chosen[order[first]]
             for r in range(count):
                 for c in range(d):
                     rows[r, c] = x[order[first + r] // k, c]
-            product(rows[:count], w13[e], hidden, 0)
-            gate_rows(hidden[:count], limit, gated)
-            product(gated[:count], w2[e], rows, 0)
+            _through(rows[:count], w13[e], w2[e], limit, hidden, gated, rows)
             for r in range(count):
                 slot = order[first + r]
                 for c in range(d):
                     out[slot, c] = weights[slot] * rows[r, c]
-            n = next_chunk(words)
+            chunk = next_chunk(words)
 
     return Body(body)
 
@@ -127,5 +148,9 @@ def experts(
         w2.data_ptr(),
         _word(limit).data_ptr(),
         out.data_ptr(),
+        0,
+        0,
+        0,
+        0,
     )
     return out.sum(1)

@@ -4,9 +4,11 @@ import numpy as np
 import torch
 
 from atom_vllm_bridge.models.ops.gradients import trained
+from atom_vllm_bridge.models.ops.numba.dots import dots
+from atom_vllm_bridge.models.ops.numba.exponential import exponential
 from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.numba.rms_norm import NO_WEIGHT, norm_rows
-from atom_vllm_bridge.models.ops.numba.team import Body, array, next_chunk
+from atom_vllm_bridge.models.ops.numba.team import array
 from atom_vllm_bridge.models.ops.torch import hc_pre as reference
 
 
@@ -14,25 +16,24 @@ from atom_vllm_bridge.models.ops.torch import hc_pre as reference
 def _hc_pre(z, fn, base, scale, iterations, eps, norm_eps, weight, y, post, comb):
     tokens, n, d = z.shape
     one, two, eps = np.float32(1), np.float32(2), np.float32(eps)
-    mix = np.empty(fn.shape[0], np.float32)
+    flat = z.reshape(tokens, n * d)
+    mixes = np.empty((tokens, fn.shape[0]), np.float32)
+    dots(flat, fn, mixes)
     for t in range(tokens):
-        flat = z[t].reshape(n * d)
         square = np.float32(0)
         for c in range(n * d):
-            square += flat[c] * flat[c]
+            square += flat[t, c] * flat[t, c]
         inverse = one / np.sqrt(square / np.float32(n * d) + np.float32(norm_eps))
-        for m in range(fn.shape[0]):
-            dot = np.float32(0)
-            for c in range(n * d):
-                dot += fn[m, c] * flat[c]
-            mix[m] = dot * inverse
+        mix = mixes[t]
+        for m in range(mix.size):
+            mix[m] *= inverse
         y[t] = 0
         for i in range(n):
-            pre = one / (one + np.exp(-(mix[i] * scale[0] + base[i]))) + eps
+            pre = one / (one + exponential(-(mix[i] * scale[0] + base[i]))) + eps
             for c in range(d):
                 y[t, c] += pre * z[t, i, c]
             gate = mix[n + i] * scale[1] + base[n + i]
-            post[t, i] = two / (one + np.exp(-gate))
+            post[t, i] = two / (one + exponential(-gate))
         if weight.size:
             norm_rows(y[t : t + 1], weight, norm_eps, y[t : t + 1])
         c_ = comb[t]
@@ -44,7 +45,7 @@ def _hc_pre(z, fn, base, scale, iterations, eps, norm_eps, weight, y, post, comb
                 most = max(most, c_[i, j])
             total = np.float32(0)
             for j in range(n):
-                c_[i, j] = np.exp(c_[i, j] - most)
+                c_[i, j] = exponential(c_[i, j] - most)
                 total += c_[i, j]
             for j in range(n):
                 c_[i, j] = c_[i, j] / total + eps
@@ -64,7 +65,9 @@ def _hc_pre(z, fn, base, scale, iterations, eps, norm_eps, weight, y, post, comb
                     c_[i, j] /= total
 
 
-def _body(words):
+@compiled()
+def read_some(words, at):
+    """`hc_pre` with a weight, of the tokens `at`, for whoever forks with such words: after the counter and the number of chunks, tokens, n, d, iterations, then addresses."""
     tokens, n, d, iterations = words[2], words[3], words[4], words[5]
     mixes = (2 + n) * n
     z = array(words[6], (tokens, n, d), np.float32)
@@ -76,27 +79,19 @@ def _body(words):
     y = array(words[12], (tokens, d), np.float32)
     post = array(words[13], (tokens, n), np.float32)
     comb = array(words[14], (tokens, n, n), np.float32)
-    chunk, chunks = next_chunk(words), words[1]
-    while chunk < chunks:
-        at = slice(tokens * chunk // chunks, tokens * (chunk + 1) // chunks)
-        _hc_pre(
-            z[at],
-            fn,
-            base,
-            scale,
-            iterations,
-            eps[0],
-            eps[1],
-            weight,
-            y[at],
-            post[at],
-            comb[at],
-        )
-        chunk = next_chunk(words)
-
-
-by_tokens = Body(_body)
-"""The same with a weight, on all threads."""
+    _hc_pre(
+        z[at],
+        fn,
+        base,
+        scale,
+        iterations,
+        eps[0],
+        eps[1],
+        weight,
+        y[at],
+        post[at],
+        comb[at],
+    )
 
 
 def hc_pre(

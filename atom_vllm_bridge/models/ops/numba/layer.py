@@ -13,14 +13,11 @@ from atom_vllm_bridge.models.ops.numba.compressor_pool import pool_rows
 from atom_vllm_bridge.models.ops.numba.experts import by_expert
 from atom_vllm_bridge.models.ops.numba.few import compiled
 from atom_vllm_bridge.models.ops.numba.hc_post import write_back
-from atom_vllm_bridge.models.ops.numba.query_heads import norm_and_turn
+from atom_vllm_bridge.models.ops.numba.parts import settle, token_chunks
 from atom_vllm_bridge.models.ops.numba.rms_norm import norm_rows
-from atom_vllm_bridge.models.ops.numba.rope import turn
-from atom_vllm_bridge.models.ops.numba.router import gate_logits, route
-from atom_vllm_bridge.models.ops.numba.swiglu import gate_rows
 from atom_vllm_bridge.models.ops.numba.team import array, chunks_of, fork
 from atom_vllm_bridge.models.ops.numba.write_inputs import store_inputs
-from atom_vllm_bridge.models.ops.numba.write_keys import nearest, store_keys
+from atom_vllm_bridge.models.ops.numba.write_keys import store_keys
 from atom_vllm_bridge.models.ops.panels import WIDTH
 
 
@@ -32,15 +29,14 @@ def _record(names: str, **others: object) -> np.dtype:
 
 # Panels [groups, count, inputs, WIDTH], and `linear`'s code for their dtype.
 MATRIX = _record("body panels groups count inputs")
-# A hyper-connection, `norm` behind it, its two ε, and `hc_pre`'s code.
+# A hyper-connection, `norm` behind it, its two ε, and the code of parts.py that reads it.
 HYPER = _record("body iterations eps fn base scale norm")
 # A compressor's weights, and which columns of the input projection are its own; no width: there is none.
 COMPRESSOR = _record("first width ratio dim ape norm")
-# Attention's weights, and `sparse_attention`'s code for the caches' dtype.
+# Attention's weights, its ε and scale at `numbers`, and `sparse_attention`'s code for the caches' dtype.
 ATTENTION = _record(
-    "body heads dim rank q_norm kv_norm sink",
+    "body heads dim rank q_norm kv_norm sink numbers",
     eps=np.float64,
-    scale=np.float64,
     w_in=MATRIX,
     wq=MATRIX,
     wo_a=MATRIX,
@@ -50,10 +46,8 @@ ATTENTION = _record(
 )
 # The experts' weights, and `experts`' code; `table` of `vocabulary` rows: 0 where `bias` is not.
 FEED_FORWARD = _record(
-    "body many k inner vocabulary gate bias table w13 w2 limit",
-    route_scale=np.float64,
-    shared_w13=MATRIX,
-    shared_w2=MATRIX,
+    "body many k inner vocabulary gate bias table w13 w2 limit"
+    " route_scale shared_inner shared_w13 shared_w2",
 )
 LAYER = _record("", hc_attn=HYPER, attn=ATTENTION, hc_ffn=HYPER, ffn=FEED_FORWARD)
 
@@ -77,15 +71,6 @@ STATE = _record(
 
 
 @compiled()
-def _settle(x, narrow):
-    """Round to what bfloat16 holds, where the model is `narrow`."""
-    if narrow:
-        bits = x.reshape(-1).view(np.uint32)
-        for c in range(bits.size):
-            bits[c] = nearest(bits[c]) << np.uint32(16)
-
-
-@compiled()
 def _multiply(team, x, w, out):
     words = np.empty(9, np.int64)
     words[0], words[1] = 0, chunks_of(team, w.groups * w.count)
@@ -95,10 +80,10 @@ def _multiply(team, x, w, out):
 
 
 @compiled()
-def _read(team, streams, hc, x, post, comb):
+def _reading(team, narrow, streams, hc, x, post, comb, words):
+    """The words that both bodies of parts.py begin with."""
     tokens, n, d = streams.shape
-    words = np.empty(15, np.int64)
-    words[0], words[1] = 0, chunks_of(team, tokens)
+    words[0], words[1] = 0, token_chunks(team, tokens)
     words[2], words[3], words[4], words[5] = tokens, n, d, hc.iterations
     words[6], words[7], words[8], words[9] = (
         streams.ctypes.data,
@@ -107,7 +92,32 @@ def _read(team, streams, hc, x, post, comb):
         hc.scale,
     )
     words[10], words[11], words[12] = hc.eps, hc.norm, x.ctypes.data
-    words[13], words[14] = post.ctypes.data, comb.ctypes.data
+    words[13], words[14], words[15] = post.ctypes.data, comb.ctypes.data, narrow
+
+
+@compiled()
+def _read(team, narrow, streams, hc, x, post, comb):
+    words = np.empty(16, np.int64)
+    _reading(team, narrow, streams, hc, x, post, comb, words)
+    fork(team, hc.body, words)
+
+
+@compiled()
+def _read_and_route(team, narrow, streams, hc, w, ids, x, post, comb, chosen, weights):
+    words = np.empty(26, np.int64)
+    _reading(team, narrow, streams, hc, x, post, comb, words)
+    words[16], words[17], words[18] = w.many, w.k, w.vocabulary
+    words[19], words[20], words[21], words[22] = (
+        w.gate,
+        w.bias,
+        w.table,
+        ids.ctypes.data,
+    )
+    words[23], words[24], words[25] = (
+        w.route_scale,
+        chosen.ctypes.data,
+        weights.ctypes.data,
+    )
     fork(team, hc.body, words)
 
 
@@ -147,7 +157,7 @@ def _attend(team, w, query, state, out):
     tokens, heads, d = query.shape
     window, seen = state.window, state.window_seen
     entries, seen2 = state.main.entries, state.entries_seen
-    words = np.empty(19, np.int64)
+    words = np.empty(22, np.int64)
     words[0], words[1] = 0, chunks_of(team, tokens)
     words[2], words[3], words[4], words[5] = tokens, 1, heads, d
     words[6], words[7], words[8], words[9] = (
@@ -164,6 +174,7 @@ def _attend(team, w, query, state, out):
     )
     words[14], words[15], words[16] = entries.rows, entries.many, seen2.ids
     words[17], words[18] = seen2.hidden, out.ctypes.data
+    words[19], words[20], words[21] = state.pairs, state.rotation, w.numbers
     fork(team, w.body, words)
 
 
@@ -174,12 +185,11 @@ def _attention(team, narrow, hc, w, streams, state, bits, out):
     rotation = array(state.rotation, (tokens, state.pairs), np.complex64)
     x, post = np.empty((tokens, d), np.float32), np.empty((tokens, n), np.float32)
     comb = np.empty((tokens, n, n), np.float32)
-    _read(team, streams, hc, x, post, comb)
-    _settle(x, narrow)
+    _read(team, narrow, streams, hc, x, post, comb)
 
     projected = np.empty((tokens, w.w_in.count * WIDTH), np.float32)
     _multiply(team, x, w.w_in, projected)
-    _settle(projected, narrow)
+    settle(projected, narrow)
     low = np.empty((tokens, rank), np.float32)
     q_norm, kv_norm = array(w.q_norm, (rank,), np.float32), array(
         w.kv_norm, (dim,), np.float32
@@ -191,7 +201,7 @@ def _attention(team, narrow, hc, w, streams, state, bits, out):
         norm_rows(projected[t, :rank].reshape(1, rank), q_norm, w.eps, low[at])
         kv = projected[t, rank : rank + dim].reshape(1, dim)
         store_keys(kv, kv_norm, w.eps, rotation[at], rows, ids[at])
-    _settle(low, narrow)
+    settle(low, narrow)
     if w.compressor.width:
         _compress(projected, w.compressor, w.eps, state.main, state.pairs, bits)
     if w.index_compressor.width:
@@ -199,46 +209,45 @@ def _attention(team, narrow, hc, w, streams, state, bits, out):
 
     query = np.empty((tokens, heads, dim), np.float32)
     _multiply(team, low, w.wq, query)
-    _settle(query, narrow)
-    norm_and_turn(query, w.eps, rotation)
-    scale = np.float32(w.scale)
-    for t in range(tokens):
-        for h in range(heads):
-            for c in range(dim):
-                query[t, h, c] *= scale
+    settle(query, narrow)
     o = np.empty((tokens, heads, dim), np.float32)
     _attend(team, w, query, state, o)
-    turn(o, rotation, np.float32(-1))
-    _settle(o, narrow)
+    settle(o, narrow)
 
     low = np.empty((tokens, w.wo_b.inputs), np.float32)
     _multiply(team, o, w.wo_a, low)
     _multiply(team, low, w.wo_b, x)
-    _settle(x, narrow)
+    settle(x, narrow)
     write_back(x, streams, post, comb, out)
-    _settle(out, narrow)
+    settle(out, narrow)
 
 
 @compiled()
-def _run_experts(team, w, x, chosen, weights, y):
+def _run_experts(team, narrow, w, x, chosen, weights, y):
     tokens, d = x.shape
     k = w.k
     order, start = np.empty(tokens * k, np.int64), np.empty(tokens * k + 1, np.int64)
-    part = np.empty((tokens, k, d), np.float32)
-    words = np.empty(16, np.int64)
-    words[0], words[1] = 0, by_expert(chosen.reshape(-1), w.many, order, start)
+    part, shared = np.empty((tokens, k, d), np.float32), np.empty_like(x)
+    hits = by_expert(chosen.reshape(-1), w.many, order, start)
+    words = np.empty(20, np.int64)
+    words[0], words[1] = 0, 1 + hits
     words[2], words[3], words[4], words[5] = tokens, k, d, w.inner
     words[6], words[7], words[8] = w.many, x.ctypes.data, chosen.ctypes.data
     words[9], words[10] = weights.ctypes.data, order.ctypes.data
     words[11], words[12], words[13] = start.ctypes.data, w.w13, w.w2
     words[14], words[15] = w.limit, part.ctypes.data
+    words[16], words[17], words[18] = w.shared_inner, w.shared_w13, w.shared_w2
+    words[19] = shared.ctypes.data
     fork(team, w.body, words)
+    settle(shared, narrow)
     for t in range(tokens):
         for c in range(d):
             y[t, c] = part[t, 0, c]
         for i in range(1, k):
             for c in range(d):
                 y[t, c] += part[t, i, c]
+        for c in range(d):
+            y[t, c] += shared[t, c]
     # Until here, so that none is freed while its address is used.
     return order.size + start.size
 
@@ -248,37 +257,16 @@ def _feed_forward(team, narrow, hc, w, streams, input_ids, out):
     tokens, n, d = streams.shape
     x, post = np.empty((tokens, d), np.float32), np.empty((tokens, n), np.float32)
     comb = np.empty((tokens, n, n), np.float32)
-    _read(team, streams, hc, x, post, comb)
-    _settle(x, narrow)
-
-    logits = np.empty((tokens, w.many), np.float32)
-    gate_logits(x, array(w.gate, (w.many, d), np.float32), logits)
     chosen = np.empty((tokens, w.k), np.int64)
     weights = np.empty((tokens, w.k), np.float32)
-    table = array(w.table, (w.vocabulary, w.k), np.int64)
-    if w.vocabulary:
-        for t in range(tokens):
-            for i in range(w.k):
-                chosen[t, i] = table[input_ids[t], i]
-    bias = array(w.bias, (0 if w.vocabulary else w.many,), np.float32)
-    route(logits, bias, w.route_scale, chosen, weights)
+    _read_and_route(
+        team, narrow, streams, hc, w, input_ids, x, post, comb, chosen, weights
+    )
     y = np.empty((tokens, d), np.float32)
-    _run_experts(team, w, x, chosen, weights, y)
-
-    inner = w.shared_w2.inputs
-    hidden = np.empty((tokens, 2 * inner), np.float32)
-    gated = np.empty((tokens, inner), np.float32)
-    shared = np.empty((tokens, d), np.float32)
-    _multiply(team, x, w.shared_w13, hidden)
-    gate_rows(hidden, array(w.limit, (1,), np.float32)[0], gated)
-    _multiply(team, gated, w.shared_w2, shared)
-    _settle(shared, narrow)
-    for t in range(tokens):
-        for c in range(d):
-            y[t, c] += shared[t, c]
-    _settle(y, narrow)
+    _run_experts(team, narrow, w, x, chosen, weights, y)
+    settle(y, narrow)
     write_back(y, streams, post, comb, out)
-    _settle(out, narrow)
+    settle(out, narrow)
 
 
 @compiled()

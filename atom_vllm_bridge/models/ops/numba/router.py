@@ -9,18 +9,6 @@ from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.torch import router as reference
 
 
-@compiled(fastmath={"contract", "reassoc", "nsz"})
-def gate_logits(x, gate, logits):
-    """logits [T, E] = x [T, d] · gate [E, d]ᵀ, for a caller that is compiled too."""
-    tokens, d = x.shape
-    for e in range(gate.shape[0]):
-        for t in range(tokens):
-            total = np.float32(0)
-            for c in range(d):
-                total += x[t, c] * gate[e, c]
-            logits[t, e] = total
-
-
 @compiled()
 def route(logits, bias, route_scale, chosen, weights):
     tokens, experts = logits.shape

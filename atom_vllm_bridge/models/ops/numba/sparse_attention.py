@@ -1,11 +1,16 @@
 """ops/torch/sparse_attention.py in one call, which reads keys where they lie instead of copying them out first."""
 
+import numba
 import numpy as np
 import torch
 
 from atom_vllm_bridge.models.ops.gradients import trained
+from atom_vllm_bridge.models.ops.numba.exponential import exponential
 from atom_vllm_bridge.models.ops.numba.few import compiled, few
+from atom_vllm_bridge.models.ops.numba.query_heads import norm_and_turn
+from atom_vllm_bridge.models.ops.numba.rope import turn
 from atom_vllm_bridge.models.ops.numba.team import Body, array, chunk_count, next_chunk
+from atom_vllm_bridge.models.ops.numba.tile import prefetch
 from atom_vllm_bridge.models.ops.rows import flat_rows
 from atom_vllm_bridge.models.ops.torch import sparse_attention as reference
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
@@ -13,106 +18,169 @@ from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 
 # Multiplications of scores; beyond, torch's threads win.
 MOST_PRODUCTS = 8 << 20
-# Rows computed together, so that they stay in the first cache level between scores and sums; a multiple of four.
+# Rows computed together, so that they stay in the first cache level between scores and sums.
 BLOCK = 8
+_CACHE_LINE = 64
 
 
 @compiled()
-def _read(row, bits):
-    """The bits of a row as those of float32: bfloat16 is the upper half of one."""
-    if row.itemsize == 2:
-        for c in range(bits.size):
-            bits[c] = np.uint32(row[c]) << np.uint32(16)
-    else:
-        for c in range(bits.size):
-            bits[c] = row[c]
+def _widen(row, bits):
+    """The bits of a bfloat16 row as those of float32, of which they are the upper half."""
+    for c in range(bits.size):
+        bits[c] = np.uint32(row[c]) << np.uint32(16)
 
 
 @compiled(fastmath={"contract", "reassoc", "nsz"})
-def _scores(query, row, score):
-    """score [H, BLOCK] = query [H, d] · row [BLOCK, d]ᵀ."""
+def _scores(query, where, score, following, size):
+    """score [H, BLOCK] = query [H, d] · the rows at the addresses `where` [BLOCK].
+
+    Meanwhile half of the `following` rows, of `size` bytes each, are called from memory.
+    """
     heads, d = query.shape
-    for h in range(heads):
-        q = query[h]
-        for e in range(0, BLOCK, 4):
-            r0, r1, r2, r3 = row[e], row[e + 1], row[e + 2], row[e + 3]
+    for e in range(0, BLOCK, 4):
+        r0, r1 = _floats(where[e], d), _floats(where[e + 1], d)
+        r2, r3 = _floats(where[e + 2], d), _floats(where[e + 3], d)
+        for h in range(0, heads - 1, 2):
+            _call(
+                following,
+                (e + 4 * h // heads) // 2,
+                (e + 4 * (h + 2) // heads) // 2,
+                size,
+            )
+            q, p = query[h], query[h + 1]
+            s0 = s1 = s2 = s3 = t0 = t1 = t2 = t3 = np.float32(0)
+            for c in range(d):
+                s0 += q[c] * r0[c]
+                s1 += q[c] * r1[c]
+                s2 += q[c] * r2[c]
+                s3 += q[c] * r3[c]
+                t0 += p[c] * r0[c]
+                t1 += p[c] * r1[c]
+                t2 += p[c] * r2[c]
+                t3 += p[c] * r3[c]
+            score[h, e], score[h, e + 1] = s0, s1
+            score[h, e + 2], score[h, e + 3] = s2, s3
+            score[h + 1, e], score[h + 1, e + 1] = t0, t1
+            score[h + 1, e + 2], score[h + 1, e + 3] = t2, t3
+        if heads % 2:
+            q = query[heads - 1]
             s0 = s1 = s2 = s3 = np.float32(0)
             for c in range(d):
                 s0 += q[c] * r0[c]
                 s1 += q[c] * r1[c]
                 s2 += q[c] * r2[c]
                 s3 += q[c] * r3[c]
-            score[h, e], score[h, e + 1] = s0, s1
-            score[h, e + 2], score[h, e + 3] = s2, s3
+            score[heads - 1, e], score[heads - 1, e + 1] = s0, s1
+            score[heads - 1, e + 2], score[heads - 1, e + 3] = s2, s3
 
 
 @compiled(fastmath={"contract", "reassoc", "nsz"})
-def _sums(weight, row, keep, out):
-    """out [H, d] = keep [H] · out + weight [H, BLOCK] · row [BLOCK, d]."""
+def _weigh(score, most, total, keep):
+    """Scores [H, BLOCK] → weights, of which the sum so far is `total` [H] and the largest score `most` [H]; what came before counts `keep` [H]."""
+    for h in range(most.size):
+        top = most[h]
+        for i in range(BLOCK):
+            top = max(top, score[h, i])
+        keep[h] = exponential(most[h] - top)
+        added = np.float32(0)
+        for i in range(BLOCK):
+            score[h, i] = exponential(score[h, i] - top)
+            added += score[h, i]
+        total[h] = total[h] * keep[h] + added
+        most[h] = top
+
+
+@compiled(fastmath={"contract", "reassoc", "nsz"})
+def _sums(weight, where, keep, out, following, size):
+    """out [H, d] = keep [H] · out + weight [H, BLOCK] · the rows at `where` [BLOCK]; meanwhile the other half."""
     heads, d = out.shape
+    r0, r1 = _floats(where[0], d), _floats(where[1], d)
+    r2, r3 = _floats(where[2], d), _floats(where[3], d)
+    r4, r5 = _floats(where[4], d), _floats(where[5], d)
+    r6, r7 = _floats(where[6], d), _floats(where[7], d)
     for h in range(heads):
-        o, k = out[h], keep[h]
-        for e in range(0, BLOCK, 4):
-            r0, r1, r2, r3 = row[e], row[e + 1], row[e + 2], row[e + 3]
-            w0, w1 = weight[h, e], weight[h, e + 1]
-            w2, w3 = weight[h, e + 2], weight[h, e + 3]
-            for c in range(d):
-                o[c] = k * o[c] + w0 * r0[c] + w1 * r1[c] + w2 * r2[c] + w3 * r3[c]
-            k = np.float32(1)
+        half = BLOCK // 2
+        _call(following, half + half * h // heads, half + half * (h + 1) // heads, size)
+        o, k, w = out[h], keep[h], weight[h]
+        w0, w1, w2, w3, w4, w5, w6, w7 = w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
+        for c in range(d):
+            first = w0 * r0[c] + w1 * r1[c] + w2 * r2[c] + w3 * r3[c]
+            second = w4 * r4[c] + w5 * r5[c] + w6 * r6[c] + w7 * r7[c]
+            o[c] = k * o[c] + first + second
+
+
+@numba.njit(inline="always")
+def _floats(address, d):
+    return array(address, (d,), np.float32)
+
+
+@numba.njit
+def _call(where, first, end, size):
+    """Call rows `first` … `end` − 1 of those at `where` from memory."""
+    for e in range(first, end):
+        for offset in range(0, size, _CACHE_LINE):
+            prefetch(where[e] + offset)
+
+
+@compiled()
+def _visible(ids, hidden, rows, where):
+    """Addresses of the rows that a query sees → `where`; how many."""
+    count = 0
+    for e in range(ids.size):
+        if not hidden[e]:
+            where[count] = rows.ctypes.data + ids[e] * rows.shape[1] * rows.itemsize
+            count += 1
+    return count
 
 
 @compiled()
 def _attend(query, sink, rows, ids, hidden, rows2, ids2, hidden2, out):
     """One tile: query and out [Q, H, d], ids [E], hidden [Q, E]."""
     queries, heads, d = query.shape
-    first, second = ids.size, ids2.size
-    bits = np.zeros((BLOCK, d), np.uint32)
-    row = bits.view(np.float32)
+    wide = np.empty((BLOCK, d), np.uint32)
     score = np.empty((heads, BLOCK), np.float32)
     most, keep = np.empty(heads, np.float32), np.empty(heads, np.float32)
     total = np.empty(heads, np.float32)
+    where = np.empty(ids.size + ids2.size + 2 * BLOCK, np.int64)
+    size = d * rows.itemsize
     for q in range(queries):
+        count = _visible(ids, hidden[q], rows, where)
+        count += _visible(ids2, hidden2[q], rows2, where[count:])
+        # The last block is filled up with rows that weigh nothing; others might be NaN, which a weight of 0 does not silence.
+        where[count : count + 2 * BLOCK] = where[count - 1]
         # The sink is a key whose value is zero, and the first of all.
         for h in range(heads):
             most[h], total[h] = sink[h], 1
             out[q, h] = 0
-        e = 0
-        while e < first + second:
-            count = 0
-            while e < first + second and count < BLOCK:
-                if e < first:
-                    if not hidden[q, e]:
-                        _read(rows[ids[e]], bits[count])
-                        count += 1
-                elif not hidden2[q, e - first]:
-                    _read(rows2[ids2[e - first]], bits[count])
-                    count += 1
-                e += 1
-            if count == 0:
-                break
-            # What an earlier query left may be NaN, which a weight of zero does not silence.
-            bits[count:] = 0
-            _scores(query[q], row, score)
-            for h in range(heads):
-                top = most[h]
-                for i in range(count):
-                    top = max(top, score[h, i])
-                keep[h] = np.exp(most[h] - top)
-                total[h] *= keep[h]
-                for i in range(count):
-                    score[h, i] = np.exp(score[h, i] - top)
-                    total[h] += score[h, i]
-                for i in range(count, BLOCK):
-                    score[h, i] = 0
-                most[h] = top
-            _sums(score, row, keep, out[q])
+        for first in range(0, count, BLOCK):
+            block = where[first : first + BLOCK]
+            if rows.itemsize == 2:
+                for e in range(BLOCK):
+                    _widen(array(block[e], (d,), np.uint16), wide[e])
+                    block[e] = wide[e].ctypes.data
+            following = where[first + BLOCK : first + 2 * BLOCK]
+            _scores(query[q], block, score, following, size)
+            score[:, count - first :] = -np.inf
+            _weigh(score, most, total, keep)
+            _sums(score, block, keep, out[q], following, size)
         for h in range(heads):
             inverse = np.float32(1) / total[h]
             for c in range(d):
                 out[q, h, c] *= inverse
 
 
+@compiled()
+def _scale(query, scale):
+    queries, heads, d = query.shape
+    for q in range(queries):
+        for h in range(heads):
+            for c in range(d):
+                query[q, h, c] *= scale
+
+
 def _body(bits):
+    """Attention alone, which takes 22 words; given a rotation, with what comes before it and after it: see `query_heads`, `inverse_rope`."""
+
     def body(words):
         chunks, tiles, queries, heads = words[1], words[2], words[3], words[4]
         d, first, second = words[5], words[6], words[7]
@@ -125,9 +193,15 @@ def _body(bits):
         ids2 = array(words[16], (tiles, second), np.int64)
         hidden2 = array(words[17], (tiles, queries, second), np.bool_)
         out = array(words[18], (tiles, queries, heads, d), np.float32)
+        pairs = words[19]
+        rotation = array(words[20], (tiles, queries, pairs), np.complex64)
+        numbers = array(words[21], (2,), np.float64)
         chunk = next_chunk(words)
         while chunk < chunks:
             for n in range(tiles * chunk // chunks, tiles * (chunk + 1) // chunks):
+                if pairs:
+                    norm_and_turn(query[n], numbers[0], rotation[n])
+                    _scale(query[n], np.float32(numbers[1]))
                 _attend(
                     query[n],
                     sink,
@@ -139,6 +213,8 @@ def _body(bits):
                     hidden2[n],
                     out[n],
                 )
+                if pairs:
+                    turn(out[n], rotation[n], np.float32(-1))
             chunk = next_chunk(words)
 
     return Body(body)
@@ -194,6 +270,9 @@ def sparse_attention(
         ids2.data_ptr(),
         hidden2.data_ptr(),
         out.data_ptr(),
+        0,
+        0,
+        0,
     )
     return out
 

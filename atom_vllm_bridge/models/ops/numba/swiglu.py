@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from atom_vllm_bridge.models.ops.numba.exponential import exponential
 from atom_vllm_bridge.models.ops.numba.few import MOST, compiled, few
 from atom_vllm_bridge.models.ops.torch import swiglu as reference
 
@@ -16,7 +17,7 @@ def gate_rows(hidden, limit, out):
         for c in range(width):
             gate = min(hidden[r, c], limit)
             up = max(min(hidden[r, width + c], limit), -limit)
-            out[r, c] = gate / (one + np.exp(-gate)) * up
+            out[r, c] = gate / (one + exponential(-gate)) * up
 
 
 def swiglu(hidden: torch.Tensor, limit: float) -> torch.Tensor:

@@ -191,6 +191,17 @@ def _prefetch(b: ir.IRBuilder, address: ir.Value, offset: int) -> None:
     )
 
 
+@intrinsic
+def prefetch(typing: Any, address: Any) -> Any:
+    """Call the cache line at an address from memory."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        _prefetch(b, args[0], 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 # As many panels side by side as it takes to have the sums; and one.
 _one_wide, _one = _tile(1, 4), _tile(1, max(1, WIDTH // _PAIR))
 _two_wide, _two = _tile(2, 2), _tile(2, max(1, WIDTH // _PAIR))
