@@ -9,7 +9,7 @@ from atom_vllm_bridge.models.deepseek_v4.local_state import LocalState
 from atom_vllm_bridge.models.deepseek_v4.model import DeepseekV4Model
 from atom_vllm_bridge.models.deepseek_v4.packing import pack
 from atom_vllm_bridge.models.ops import registry
-from atom_vllm_bridge.models.ops.numba import layer
+from atom_vllm_bridge.models.ops.numba import decoder_layers, layer
 from atom_vllm_bridge.models.quantization.kv_codecs import kv_codec
 
 # Whole panels, as the published sizes are.
@@ -62,6 +62,7 @@ def decoded(model, chunk=1, pad=0, length=LENGTH):
     [
         (torch.float32, "auto", 1, 0),
         (torch.float32, "auto", 10, 3),
+        (torch.float32, "auto", 65, 0),
         (torch.float32, "bfloat16", 10, 0),
         (torch.bfloat16, "auto", 10, 3),
     ],
@@ -87,14 +88,16 @@ def test_one_call_equals_the_ops_one_by_one(calls, dtype, codec, chunk, pad):
         )
 
 
-def test_what_does_not_fit_runs_op_by_op(calls):
-    """An indexer that has to choose, caches that do not hold plain values, panels that are not full, ops that were chosen otherwise."""
+def test_what_does_not_fit_runs_op_by_op(calls, monkeypatch):
+    """An indexer that has to choose, caches that do not hold plain values, panels that are not full, ops that were chosen otherwise, many tokens."""
     decoded(built("", index_topk=8), length=70)
     few = len(calls)
     assert 0 < few < (70 - LEAD) * SMALL["num_hidden_layers"]
     decoded(built("", codec="fp8"), length=34)
     decoded(built("", o_lora_rank=16), length=34)
     decoded(built("linear=torch"), length=34)
+    monkeypatch.setattr(decoder_layers, "MOST_TOKENS", 4)
+    decoded(built(""), chunk=5, length=34)
     assert len(calls) == few
 
 
