@@ -201,7 +201,7 @@ def _from_config(section: Any) -> dict[str, Any]:
                 f"Known are {', '.join(known)}; remove the other."
             )
         item = known[name]
-        if item.metadata["or_number"] and type(value) is int and value >= 0:
+        if item.metadata["or_number"] and type(value) is int:
             value = str(value)
         if type(value) is not type(item.default):
             raise ValueError(

@@ -100,7 +100,17 @@ REFUSED = {
     "layout that does not exist": (
         {"atom": {"state_layout": "page"}},
         {},
-        ["'page'", "did you mean paged?", "Set one of: paged."],
+        ["'page'", "did you mean paged?", "Set one of: paged, ring."],
+    ),
+    "rollback that does not exist": (
+        {"atom": {"prefix_rollback": "exat"}},
+        {},
+        ["'exat'", "did you mean exact?", "exact, atom, window, or a number."],
+    ),
+    "rollback by less than nothing": (
+        {"atom": {"prefix_rollback": -3}},
+        {},
+        ["'-3'", "exact, atom, window, or a number."],
     ),
     "not an object": ({"atom": "paged"}, {}, ['"paged"', '{"atom": {']),
     "key of the environment": (
@@ -191,3 +201,9 @@ def test_the_cpu_build_is_found_under_its_own_name(monkeypatch):
 
     monkeypatch.setattr(compat.metadata, "version", version)
     assert compat.vllm_version() == "0.32.0"
+
+
+@pytest.mark.parametrize("given", ["384", 384])
+def test_a_rollback_may_be_a_number_of_tokens(given):
+    settings = Settings.read({"atom": {"prefix_rollback": given}}, {})
+    assert settings.prefix_rollback == "384"
