@@ -1,7 +1,7 @@
 """A decoder layer for few tokens, as one piece of compiled code: the ops of this folder, one after the other.
 
-Products and attention, which read nearly all the memory that a step reads, run on all threads; what lies between them is too
-little to share. Everything is float32; where the model is bfloat16, a value is rounded to one wherever the ops by themselves
+Products, attention and the reading of the streams, with routing, run on all threads; what else lies between them is too little
+to share. Everything is float32; where the model is bfloat16, a value is rounded to one wherever the ops by themselves
 would have stored it.
 
 Weights and caches come in as records of addresses and sizes, so that a call costs little, and so does compiling it.
