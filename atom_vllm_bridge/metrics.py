@@ -74,21 +74,21 @@ ROLLED_BACK = Series(
     "counter",
     OF_ENGINE,
     "Tokens of these by which requests were set back, since part of their state is not in the prefix cache.",
-    "where a cache group has a replay window",
+    "with `state_layout` `ring`",
 )
 REPLAYED = Series(
     "atom_bridge:replayed_tokens",
     "counter",
     OF_ENGINE,
     "Tokens of these that have been computed again; fewer than were rolled back where a request ended before.",
-    "where a cache group has a replay window",
+    "with `state_layout` `ring`",
 )
 RING_SLOTS = Series(
     "atom_bridge:ring_slots_in_use",
     "gauge",
     OF_ENGINE,
     "Requests that hold a slot in the ring of state.",
-    "where a cache group is a ring",
+    "with `state_layout` `ring`",
 )
 PATCH_STATE = Series(
     "atom_bridge:patch_state",

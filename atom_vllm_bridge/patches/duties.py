@@ -16,6 +16,7 @@ CONTRACT = "tests/plugin/test_draft_contract.py"
 IN_ENGINE = "tests/plugin/test_draft_in_engine.py"
 DRAFT_KV = "tests/plugin/test_vllm_dspark_draft_kv_patch.py"
 ASYNC = "tests/plugin/test_vllm_v4_async_scheduling_guards.py"
+RINGS = "tests/plugin/test_ring_state.py"
 INVARIANCE = "tests/plugin/test_engine_invariance.py"
 
 DUTIES = [
@@ -63,12 +64,36 @@ DUTIES = [
         id="prefix-rollback",
         instead_of="KVCacheManager.get_computed_blocks",
         what=(
-            "Give a prefix hit the state that it continues from: window and rolling state "
-            "come back with their blocks, so that nothing is rolled back."
+            "Give a prefix hit the state that it continues from. Paged: window and rolling "
+            "state come back with their blocks, so that nothing is rolled back."
         ),
         hook="vllm.v1.kv_cache_interface:SlidingWindowMLASpec",
         used="atom_vllm_bridge.kv_cache:WindowSpec",
         test=f"{INVARIANCE}::test_hits_land_on_128_tokens",
+    ),
+    Duty(
+        id="prefix-replay",
+        instead_of="KVCacheManager.get_computed_blocks",
+        what="In rings: set a prefix hit back by as many tokens as fill them, and no block of any group with it.",
+        hook="vllm.v1.kv_cache_interface:KVCacheSpec.prefix_replay_tokens",
+        used="atom_vllm_bridge.kv_cache:RingSpec.prefix_replay_tokens",
+        test=f"{RINGS}::test_a_hit_is_rolled_back_and_gives_what_a_cold_run_gives",
+    ),
+    Duty(
+        id="replayed-tokens",
+        instead_of="CommonAttentionMetadata, GPUModelRunner._build_attention_metadata",
+        what="Keep replayed tokens from being written into blocks that other requests read.",
+        hook=f"{MODEL_STATE}.prepare_attn",
+        used="atom_vllm_bridge.model_state:AtomModelState.prepare_attn",
+        test=f"{RINGS}::test_a_replay_leaves_the_shared_pages_as_they_are",
+    ),
+    Duty(
+        id="ring-slots",
+        instead_of="a table of slots by request id; BlockPool.free_blocks",
+        what="Give each request a ring, and take it back: it is the one block of its group.",
+        hook="vllm.v1.kv_cache_interface:CircularBufferSpec",
+        used="atom_vllm_bridge.kv_cache:RingSpec",
+        test=f"{RINGS}::test_company_and_more_requests_than_slots_change_nothing",
     ),
     Duty(
         id="prefix-boundary",

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,27 +240,53 @@ def test_a_request_in_an_engine_is_counted_with_its_hit(small_checkpoint, folder
         assert engine.counter("vllm:prefix_cache_hits") == 256
 
 
+# A hit is set back by one window, 128 tokens.
+RINGS = """'{"atom": {"state_layout": "ring", "prefix_rollback": "window"}}'"""
+
+
 @pytest.fixture(scope="module")
 def server(tiny_checkpoint, tmp_path_factory):
     log = tmp_path_factory.mktemp("serve") / "log"
     options = "--max-model-len 1024 --max-num-seqs 4 --kv-cache-memory-bytes 256M --disable-log-stats"
-    with serving(tiny_checkpoint, log, options) as server:
+    with serving(
+        tiny_checkpoint, log, f"{options} --additional-config {RINGS}"
+    ) as server:
         yield server
 
 
-def test_a_server_answers_with_them_whether_or_not_vllm_keeps_statistics(server):
+def test_a_server_answers_with_all_of_them_though_vllm_keeps_no_statistics(server):
     tokens = prompt(300)
     for _ in range(2):
         server.complete(tokens, 2)
-    assert server.metric("atom_bridge:prefix_hit_tokens_total") == 256
-    assert server.series("atom_bridge:prefix_hit_tokens_total", "model_name") == {
-        NAME: 256
-    }
-    assert server.series("atom_bridge:prefix_hit_tokens_total", "engine") == {"0": 256}
+    assert server.series("vllm:prefix_cache_hits_total") == {}
+    for name, value in (
+        ("prefix_hit_tokens_total", 256),
+        ("rolled_back_tokens_total", 128),
+        ("replayed_tokens_total", 128),
+    ):
+        assert server.series(f"atom_bridge:{name}", "model_name") == {NAME: value}
+        assert server.series(f"atom_bridge:{name}", "engine") == {"0": value}
     # Patches of the API server and of the worker, each once.
     assert server.series("atom_bridge:patch_state", "patch") == dict.fromkeys(
         ("draft-length", "early-look", "kernel-scan", "override-grid"), 1
     )
     assert server.series("atom_bridge:patch_state", "state") == {"applied": 4}
-    assert server.metric("atom_bridge:replayed_tokens_total") == 0
-    assert server.series("atom_bridge:ring_slots_in_use") == {}
+
+
+def test_a_ring_is_in_use_while_its_request_runs(server):
+    with server.client.completions.create(
+        model=NAME,
+        prompt="Hello",
+        max_tokens=200,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ) as stream:
+        next(iter(stream))
+        assert server.metric("atom_bridge:ring_slots_in_use") == 1
+        for _ in stream:
+            pass
+    # A worker hears of an end with the step after it.
+    deadline = time.monotonic() + 30
+    while server.metric("atom_bridge:ring_slots_in_use"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
