@@ -13,6 +13,7 @@ import torch
 
 from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.models.ops.registry import Op, Provider
+from atom_vllm_bridge.models.quantization import mxfp4
 from atom_vllm_bridge.models.quantization.kept import Kept
 from atom_vllm_bridge.models.quantization.planes import MXFP4, WORDS
 
@@ -152,8 +153,7 @@ def _repack_one(w: Kept, rows: slice) -> None:
     permute = importlib.import_module(_UTILS).marlin_permute_scales
     process = importlib.import_module(_UTILS_FP4).mxfp4_marlin_process_scales
     words, scales = (part[rows] for part in w.bands[0].memory)
-    codes = MXFP4.unpack(words)
-    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    packed = mxfp4.pack(MXFP4.unpack(words))
     sides = {"size_k": w.inputs, "size_n": w.outputs}
     marlin = kernels.gptq_marlin_repack(
         b_q_weight=packed.view(torch.int32).mT.contiguous(), num_bits=4, **sides

@@ -28,6 +28,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
+    KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MLAAttentionSpec,
@@ -49,12 +50,17 @@ RING_BLOCK = 4
 COMPRESSOR_BLOCK = {4: 4, 128: 8}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ByRole(SlidingWindowMLASpec):
+class _ByType:
+    """Grouped with its own type alone."""
+
     def is_uniform_with_collection(
         self, kv_cache_specs: dict[str, KVCacheSpec]
     ) -> bool:
         return all(type(spec) is type(self) for spec in kv_cache_specs.values())
+
+
+class _ByRole(_ByType, SlidingWindowMLASpec):
+    """A window in blocks."""
 
 
 class WindowSpec(_ByRole):
@@ -93,7 +99,7 @@ class HeavyCompressorSpec(_ByRole):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingSpec(CircularBufferSpec):
+class RingSpec(_ByType, CircularBufferSpec):
     """A request's ring of one layer, the whole of it one state of one block.
 
     Attributes:
@@ -113,11 +119,6 @@ class RingSpec(CircularBufferSpec):
     @property
     def prefix_replay_tokens(self) -> int:
         return self.replay
-
-    def is_uniform_with_collection(
-        self, kv_cache_specs: dict[str, KVCacheSpec]
-    ) -> bool:
-        return all(type(spec) is type(self) for spec in kv_cache_specs.values())
 
 
 class WindowRing(RingSpec):
@@ -202,6 +203,12 @@ def spec_of_group(group: KVCacheGroupSpec) -> KVCacheSpec:
     """The spec that stands for a group of vLLM's, whose layers may differ in width."""
     spec = group.kv_cache_spec
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def replayed_tokens(cache: KVCacheConfig) -> int:
+    """Tokens of a prefix hit that vLLM has computed again; 0: none."""
+    groups = cache.kv_cache_groups
+    return max(group.kv_cache_spec.prefix_replay_tokens for group in groups)
 
 
 def cache_spec(

@@ -187,7 +187,7 @@ class Requests:
         """Show the series that this engine can feed, at 0."""
         from vllm.v1.kv_cache_interface import CircularBufferSpec
 
-        from atom_vllm_bridge.kv_cache import spec_of_group
+        from atom_vllm_bridge.kv_cache import replayed_tokens, spec_of_group
 
         parallel = vllm_config.parallel_config
         # Every rank of an engine sees the same requests.
@@ -198,7 +198,7 @@ class Requests:
             str(parallel.data_parallel_index),
         )
         specs = [spec_of_group(group) for group in cache.kv_cache_groups]
-        self._window = max(spec.prefix_replay_tokens for spec in specs)
+        self._window = replayed_tokens(cache)
         self._has_ring = any(isinstance(spec, CircularBufferSpec) for spec in specs)
         self._held: set[str] = set()
         self._to_replay: dict[str, int] = {}

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from atom_vllm_bridge import metrics, startup
 from atom_vllm_bridge.attention import AtomMetadata
+from atom_vllm_bridge.kv_cache import replayed_tokens
 from atom_vllm_bridge.replay import Replays
 
 
@@ -35,8 +36,7 @@ class AtomModelState(DefaultModelState):
     ) -> None:
         """The model is loaded and the groups are known: say once what serves it. Called again after vLLM has profiled."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
-        groups = kv_cache_config.kv_cache_groups
-        tokens = max(group.kv_cache_spec.prefix_replay_tokens for group in groups)
+        tokens = replayed_tokens(kv_cache_config)
         self._replays = Replays(tokens, self.max_num_reqs) if tokens else None
         metrics.show_patches()
         self.counted = metrics.Requests(self.vllm_config, kv_cache_config)
@@ -70,8 +70,9 @@ class AtomModelState(DefaultModelState):
         metadata = super().prepare_attn(
             input_batch, cudagraph_mode, block_tables, slot_mappings, *args, **kwargs
         )
-        for group in metadata.values():
-            group.visible_from = visible_from
+        if visible_from is not None:
+            for group in metadata.values():
+                group.visible_from = visible_from
         return metadata
 
     def preprocess_state(

@@ -13,7 +13,12 @@ from tabulate import tabulate
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from atom_vllm_bridge.kv_cache import ROLE_OF_SPEC, RingSpec, spec_of_group
+from atom_vllm_bridge.kv_cache import (
+    ROLE_OF_SPEC,
+    RingSpec,
+    replayed_tokens,
+    spec_of_group,
+)
 from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.patches.registry import DECLARED, load
 from atom_vllm_bridge.settings import Settings
@@ -65,19 +70,18 @@ def table(
     scheduler = vllm_config.scheduler_config
     caching = vllm_config.cache_config.enable_prefix_caching
     settings = Settings.read(vllm_config.additional_config, os.environ)
-    specs = [spec_of_group(group) for group in cache.kv_cache_groups]
-    rings = [spec for spec in specs if isinstance(spec, RingSpec)]
+    replayed = replayed_tokens(cache)
     providers = {choice.op: choice.provider for choice in registry.table()}
     got = {
         "architecture": ", ".join(vllm_config.model_config.architectures),
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
-        "state layout": "ring" if rings else "paged",
+        "state layout": settings.state_layout,
         "cache groups": ", ".join(_groups(cache)),
         "cache dtype": model.model.codec.name,
         "prefix cache": "on, hits end on 128 tokens" if caching else "off",
         "prefix rollback": (
-            f"{settings.prefix_rollback}: a hit costs {rings[0].replay} tokens, and is used if it is longer"
-            if rings
+            f"{settings.prefix_rollback}: a hit costs {replayed} tokens, and is used if it is longer"
+            if replayed
             else "none: paged state is exact"
         ),
         "speculation": _speculation(vllm_config),

@@ -50,16 +50,8 @@ def with_caches(
         # shapes of one group (main and indexer entries) have the same tokens a row only if the ratio is the same.
         key = (id(group), layer.tokens_per_row)
         if key not in tables:
-            spec = layer.spec
-            tables[key] = (
-                ring_table(group.block_table, batch, spec.rows, spec.reach)
-                if isinstance(spec, RingSpec)
-                else BlockTable(
-                    blocks=group.block_table,
-                    slots=group.slot_mapping,
-                    block_size=group.block_size,
-                    tokens_per_row=layer.tokens_per_row,
-                )
+            tables[key] = _table(
+                layer, batch, group.block_table, group.slot_mapping, group.block_size
             )
         return Cache(rows=layer.kv_cache, table=tables[key])
 
@@ -76,20 +68,10 @@ def without_caches(
     slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
 
     def cache(layer: CacheLayer) -> Cache:
-        spec = layer.spec
-        ring = isinstance(spec, RingSpec)
-        width = 1 if ring else -(-query_len // spec.block_size)
+        ring = isinstance(layer.spec, RingSpec)
+        width = 1 if ring else -(-query_len // layer.spec.block_size)
         blocks = torch.zeros(len(ends) - 1, width, dtype=torch.int32, device=device)
-        table = (
-            ring_table(blocks, batch, spec.rows, spec.reach)
-            if ring
-            else BlockTable(
-                blocks=blocks,
-                slots=slots,
-                block_size=spec.block_size,
-                tokens_per_row=layer.tokens_per_row,
-            )
-        )
+        table = _table(layer, batch, blocks, slots, layer.spec.block_size)
         return Cache(rows=layer.no_rows(device), table=table)
 
     batch = Batch(
@@ -100,3 +82,17 @@ def without_caches(
         max_seq_len=query_len,
     )
     return batch, cache
+
+
+def _table(
+    layer: CacheLayer,
+    batch: Batch,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    block_size: int,
+) -> BlockTable:
+    """Where a layer's rows are: as vLLM says, or in rings, of which it says only the blocks."""
+    spec = layer.spec
+    if isinstance(spec, RingSpec):
+        return ring_table(blocks, batch, spec.rows, spec.reach)
+    return BlockTable(blocks, slots, block_size, layer.tokens_per_row)

@@ -9,6 +9,8 @@ error is the largest difference of a log-probability among the likeliest eight a
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +49,15 @@ def engine_of(checkpoint: Path, **options: Any) -> Any:
         kv_cache_memory_bytes=1 << 30,
         **options,
     )
+
+
+@contextmanager
+def given_or_tiny(checkpoint: Path | None) -> Iterator[Path]:
+    """A checkpoint to serve: a tiny one for as long as it is needed, unless one is given."""
+    from atom_vllm_bridge.checkpoint.make import make
+
+    with tempfile.TemporaryDirectory() as scratch:
+        yield checkpoint or make(Path(scratch) / "tiny", layout="bf16", draft="none")
 
 
 def close(engine: Any) -> None:
@@ -144,12 +155,7 @@ def main(
     """Print the table, and draw error against tokens replayed."""
     from tabulate import tabulate
 
-    from atom_vllm_bridge.checkpoint.make import make
-
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = checkpoint or make(
-            Path(scratch) / "tiny", layout="bf16", draft="none"
-        )
+    with given_or_tiny(checkpoint) as directory:
         table, hits = measured(directory)
     heads = ["policy", "tokens replayed", "run", *(f"prefix {n}" for n in PREFIXES)]
     print(tabulate(table, heads, tablefmt="github", floatfmt=".1e"))

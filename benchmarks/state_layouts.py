@@ -5,20 +5,13 @@
 One engine after the other in this process, with the same cache memory; a tiny checkpoint is made unless one is given.
 """
 
-import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-}
+from prefix_rollback import close, given_or_tiny
 
 LENGTHS = (4096, 32768, 1 << 20)
 MEMORY, REQUESTS, PROMPT, NEW = 1 << 30, 8, 1024, 64
@@ -29,7 +22,6 @@ WARM = 8
 def measured(checkpoint: Path, layout: str, max_model_len: int) -> list[Any]:
     """A row of the table."""
     from vllm import LLM, SamplingParams
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     engine = LLM(
         str(checkpoint),
@@ -80,8 +72,7 @@ def measured(checkpoint: Path, layout: str, max_model_len: int) -> list[Any]:
         f"{statistics.median(metadata[WARM:]) * 1e3:.2f}",
         f"{REQUESTS * NEW / took:.0f}",
     ]
-    engine.llm_engine.engine_core.shutdown()
-    cleanup_dist_env_and_memory()
+    close(engine)
     return row
 
 
@@ -91,12 +82,7 @@ def main(
     """Print the table."""
     from tabulate import tabulate
 
-    from atom_vllm_bridge.checkpoint.make import make
-
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = checkpoint or make(
-            Path(scratch) / "tiny", layout="bf16", draft="none"
-        )
+    with given_or_tiny(checkpoint) as directory:
         rows = [
             measured(directory, layout, length)
             for length in LENGTHS

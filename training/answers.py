@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from training import model
 from training.corpus import prompt
 from training.dense import Dense
-from training.frozen import HELD_OUT
+from training.frozen import held_out
 from training.layer import Tensors, Trace
 from training.problems import Problem, problem
 
@@ -30,8 +30,7 @@ def exact_match(
     """
     rng = random.Random("progress")
     prompts, wanted = [], []
-    for number in range(count):
-        made = problem(rng, HELD_OUT[number % 2])
+    for made in held_out("progress", count, without=set()):
         solved = [_form(problem(rng)) for _ in range(shots)]
         prompts.append(
             tokenizer.encode("\n\n".join([*solved, prompt(made.question)])).ids

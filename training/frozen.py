@@ -23,12 +23,12 @@ Record = dict[str, str | int]
 
 def frozen_files() -> dict[str, str]:
     """Path below `atom_vllm_bridge/measure` → text, a JSON object a line."""
-    tests = list(_held_out("test", TESTS, without=set()))
+    tests = list(held_out("test", TESTS, without=set()))
     rng = random.Random("shots")
     shots = [problem(rng) for _ in range(SHOTS)]
     again = [renumbered(made, rng) for made in shots]
     asked = {made.question for made in tests}
-    others = _held_out("prompts", PROMPTS, without=asked)
+    others = held_out("prompts", PROMPTS, without=asked)
     return {
         "tasks/schoolbook_test.jsonl": _lines(map(_record, tests)),
         "tasks/schoolbook_shots.jsonl": _lines(map(_record, shots)),
@@ -47,7 +47,7 @@ def write(directory: Path = MEASURE) -> None:
         (directory / name).write_text(text, encoding="utf-8")
 
 
-def _held_out(seed: str, count: int, without: set[str]) -> Iterator[Problem]:
+def held_out(seed: str, count: int, without: set[str]) -> Iterator[Problem]:
     """Distinct problems, of the two held-out splits by turns."""
     rng, seen = random.Random(seed), set(without)
     for i in range(count):

@@ -12,6 +12,7 @@ An answer's sentence may be told in several ways, which differ in how it begins;
 drawn is all that a question leaves open about its answer.
 """
 
+import re
 from dataclasses import dataclass
 
 from training import vocabulary as words
@@ -76,6 +77,15 @@ def begun(beginning: str, sentence: str) -> str:
                 return beginning + slot.lower() + sentence.removeprefix(slot)
         return beginning + sentence
     return beginning + sentence[0].lower() + sentence[1:]
+
+
+_ANY = "|".join(filter(None, (*OPENED, *GOES_ON, *ENDED)))
+_BEGINNING = re.compile(rf"(?:^|(?<=[.:] ))(?:{_ANY})")
+
+
+def without_beginnings(answer: str) -> str:
+    """What any two answers to a question have in common: all but how sentences begin, in lower case."""
+    return _BEGINNING.sub("", answer).lower()
 
 
 GROUPS, EACH = (2, 9), (4, 24)

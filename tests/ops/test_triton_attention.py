@@ -4,6 +4,8 @@ import os
 
 import pytest
 import torch
+from against_torch import close as rows_close
+from against_torch import sizes
 from interpreted import DEVICE, HERE, ON_GPU, gpu_only, outside, run_interpreted, runs
 
 from atom_vllm_bridge.models.ops.registry import resolve_from
@@ -21,27 +23,15 @@ KEY_CODECS = pytest.mark.parametrize("name", ["float32", "bfloat16", "fp8_ds_mla
 INDEX_CODECS = pytest.mark.parametrize("name", ["float32", "bfloat16", "fp8_row"])
 
 
-def sizes(small, large):
-    """Odd small sizes for the interpreter and a GPU, real ones for a GPU."""
-    return pytest.mark.parametrize(
-        "size", [*small, *(pytest.param(s, marks=gpu_only) for s in large)], ids=str
-    )
-
-
 def tolerance(codec):
     """The interpreter multiplies in float32 whatever the rows are."""
     return 1e-5 if codec.name == "float32" or not ON_GPU else 1e-2
 
 
 def close(got, want, tolerance):
-    """‖got − want‖ ≤ tolerance · ‖want‖, of the whole and of the worst row."""
+    """`against_torch.close`, row by row whatever the dimensions before."""
     assert got.shape == want.shape
-    assert got.dtype == want.dtype
-    got, want = got.double().flatten(0, -2), want.double().flatten(0, -2)
-    assert got.isfinite().all()
-    error, size = (got - want).norm(dim=1), want.norm(dim=1)
-    assert error.norm() <= tolerance * size.norm()
-    assert (error <= 5 * tolerance * size + 1e-9).all()
+    rows_close(got.flatten(0, -2), want.flatten(0, -2), tolerance)
 
 
 class Draw:

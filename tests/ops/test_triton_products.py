@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from against_torch import both, close, sizes
 from interpreted import DEVICE, ON_GPU, gpu_only, outside, run_interpreted, runs
 
-from atom_vllm_bridge.models.ops.registry import resolve_from
 from atom_vllm_bridge.models.quantization import block_fp8, mxfp4
 from atom_vllm_bridge.models.quantization.kept import Kept
 
@@ -43,26 +43,6 @@ class Draw:
                 first += rows
         assert [band.format for band in w.bands] == list(formats)
         return w
-
-
-def both(op):
-    return resolve_from("triton", op), resolve_from("torch", op)
-
-
-def close(got, want, tolerance):
-    assert got.shape == want.shape
-    assert got.dtype == want.dtype
-    got, want = got.double(), want.double()
-    assert got.isfinite().all()
-    error, size = (got - want).norm(dim=1), want.norm(dim=1)
-    assert error.norm() <= tolerance * size.norm()
-    assert (error <= 5 * tolerance * size + 1e-9).all()
-
-
-def sizes(small, large):
-    return pytest.mark.parametrize(
-        "size", [*small, *(pytest.param(s, marks=gpu_only) for s in large)], ids=str
-    )
 
 
 @outside

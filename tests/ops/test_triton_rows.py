@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from interpreted import DEVICE, ON_GPU, gpu_only, outside, run_interpreted, runs
+from against_torch import both, close, sizes
+from interpreted import DEVICE, ON_GPU, outside, run_interpreted, runs
 
 from atom_vllm_bridge.models.ops.registry import resolve_from
 from atom_vllm_bridge.models.quantization.kv_codecs import fp8_ds_mla, fp8_row, raw
@@ -38,28 +39,6 @@ class Draw:
         ids = 1 + torch.randperm(among - 1, generator=self.generator)[:count]
         ids[torch.rand(count, generator=self.generator) < skipped] = -1
         return ids.to(DEVICE)
-
-
-def both(op):
-    return resolve_from("triton", op), resolve_from("torch", op)
-
-
-def close(got, want, tolerance):
-    """‖got − want‖ ≤ tolerance · ‖want‖, of the whole and of the worst row."""
-    assert got.shape == want.shape
-    assert got.dtype == want.dtype
-    got, want = got.double().flatten(1), want.double().flatten(1)
-    assert got.isfinite().all()
-    error, size = (got - want).norm(dim=1), want.norm(dim=1)
-    assert error.norm() <= tolerance * size.norm()
-    assert (error <= 5 * tolerance * size + 1e-9).all()
-
-
-def sizes(small, large):
-    """Odd small sizes for the interpreter and a GPU, real ones for a GPU."""
-    return pytest.mark.parametrize(
-        "size", [*small, *(pytest.param(s, marks=gpu_only) for s in large)], ids=str
-    )
 
 
 @outside

@@ -16,6 +16,7 @@ from atom_vllm_bridge.cli.eval import evaluate
 from atom_vllm_bridge.measure.server import Server
 from atom_vllm_bridge.measure.speed import Client, arms_of
 from atom_vllm_bridge.measure.workload import workload_of
+from training.stories import without_beginnings
 
 ROOT = Path(__file__).parents[2]
 MEASURE = Path(atom_vllm_bridge.__file__).parent / "measure"
@@ -60,11 +61,10 @@ def test_a_word_problem_is_answered_with_its_steps(server, client, problem):
         stop=["\n\n"],
     )
     text = answer.choices[0].text
-    # How its sentences begin is the model's choice; what they compute is not.
-    assert re.findall(r"\d+|[+−×÷=#]", text) == re.findall(
-        r"\d+|[+−×÷=#]", problem["answer"]
-    )
-    assert re.search(r"^ \w.*\.\n#### \d+$", text)
+    assert text.startswith(" ")
+    # How its sentences begin is the model's choice, and nothing else.
+    text, wanted = map(without_beginnings, (text[1:], problem["answer"]))
+    assert text == wanted
     counted = server.metrics() - before
     assert counted.acceptance_length >= 3.0
 

@@ -52,10 +52,8 @@ def ring_table(
         length: rows a ring.
         reach: tokens before its own that a token reads.
     """
-    request = batch.request_of_token
-    token = torch.arange(request.numel(), device=request.device)
-    owned = token < batch.query_start_loc[-1]
-    block = torch.where(owned, blocks[:, 0].long()[request], 0)
+    block = blocks[:, 0].long()[batch.request_of_token]
+    block = torch.where(batch.owned, block, 0)
     return RingTable(
         blocks, ring_slots(block, batch.positions, length), length, reach=reach
     )

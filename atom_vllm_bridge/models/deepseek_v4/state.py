@@ -169,6 +169,12 @@ class Batch:
     visible_from: torch.Tensor | None = None
 
     @cached_property
+    def owned(self) -> torch.Tensor:
+        """[T] bool, whether a token is a request's; the others are padding."""
+        tokens = torch.arange(self.positions.numel(), device=self.positions.device)
+        return tokens < self.query_start_loc[-1]
+
+    @cached_property
     def request_of_token(self) -> torch.Tensor:
         """[T] int64. Tokens past the last request's (padding) count to the last request."""
         tokens = torch.arange(self.positions.numel(), device=self.positions.device)

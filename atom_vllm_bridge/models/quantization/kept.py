@@ -84,8 +84,7 @@ class Band:
         codes = planes.unpack(self.values)
         scale = (self.scales - planes.offset).view(torch.float8_e8m0fnu)
         if planes is MXFP4:
-            packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
-            whole = mxfp4.dequantize(packed, scale)
+            whole = mxfp4.dequantize(mxfp4.pack(codes), scale)
         else:
             whole = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
             whole = whole.unflatten(1, (-1, WORDS))

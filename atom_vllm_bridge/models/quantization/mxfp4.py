@@ -36,8 +36,12 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = e8m0.fitting_exponent(groups.abs().amax(dim=2), LARGEST)
     scaled = groups * e8m0.decode(e8m0.encode(-exponent))[:, :, None]
     codes = _nearest_code(scaled).flatten(1)[:, :columns]
-    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    return packed.view(torch.int8), e8m0.encode(exponent)
+    return pack(codes).view(torch.int8), e8m0.encode(exponent)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [out, in] of any integers → [out, in/2] uint8, the first of two in the low half."""
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
 
 
 def dequantize(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
