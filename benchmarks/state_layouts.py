@@ -14,7 +14,9 @@ import typer
 from prefix_rollback import close, given_or_tiny
 
 LENGTHS = (4096, 32768, 1 << 20)
-MEMORY, REQUESTS, PROMPT, NEW = 1 << 30, 8, 1024, 64
+# Of the cache; a request of a million tokens must fit into it.
+MEMORY = 4 << 30
+REQUESTS, PROMPT, NEW = 8, 1024, 64
 # Of each request's first steps, which read the prompt.
 WARM = 8
 
