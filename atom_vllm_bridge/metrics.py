@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,43 @@ RING_SLOTS = Series(
     "Requests that hold a slot in the ring of state.",
     "with `state_layout` `ring`",
 )
+BY_POSITION = (*OF_ENGINE, "position")
+ADAPTIVE = "with `enable_adaptive_verification`"
+DRAFT_BUDGET = Series(
+    "atom_bridge:draft_budget_tokens",
+    "gauge",
+    OF_ENGINE,
+    "Draft tokens that the last step verified, of all requests together.",
+    ADAPTIVE,
+)
+OFFERED = Series(
+    "atom_bridge:offered_draft_tokens",
+    "counter",
+    BY_POSITION,
+    "Draft tokens that could have been verified.",
+    ADAPTIVE,
+)
+ADMITTED = Series(
+    "atom_bridge:admitted_draft_tokens",
+    "counter",
+    BY_POSITION,
+    "Draft tokens of these that the budget let through.",
+    ADAPTIVE,
+)
+EXPECTED = Series(
+    "atom_bridge:expected_draft_tokens",
+    "counter",
+    BY_POSITION,
+    "Draft tokens of these that the confidence head (or the online estimate) expected to be kept: a sum of probabilities.",
+    ADAPTIVE,
+)
+KEPT = Series(
+    "atom_bridge:kept_draft_tokens",
+    "counter",
+    BY_POSITION,
+    "Draft tokens of these that the target kept; the calibration error is |expected − kept| ÷ admitted.",
+    ADAPTIVE,
+)
 PATCH_STATE = Series(
     "atom_bridge:patch_state",
     "gauge",
@@ -97,7 +135,11 @@ PATCH_STATE = Series(
     "1 for the state of each patch in the processes that asked for it.",
     "always",
 )
-SERIES = (PREFIX_HITS, ROLLED_BACK, REPLAYED, RING_SLOTS, PATCH_STATE)
+SERIES = (
+    *(PREFIX_HITS, ROLLED_BACK, REPLAYED, RING_SLOTS),
+    *(DRAFT_BUDGET, OFFERED, ADMITTED, EXPECTED, KEPT),
+    PATCH_STATE,
+)
 
 
 class Values:
@@ -240,6 +282,25 @@ class Requests:
                 self._to_replay[id] = left - done
             if left == done:
                 self._to_replay.pop(id, None)
+
+    def verified(
+        self, sums: Sequence[Sequence[float]], budget: int | None = None
+    ) -> None:
+        """Drafts were verified.
+
+        Args:
+            sums: by position: offered, admitted, expected to be kept, kept.
+            budget: draft tokens of the step that begins.
+        """
+        if self._values is None:
+            return
+        for series, amounts in zip(
+            (OFFERED, ADMITTED, EXPECTED, KEPT), sums, strict=True
+        ):
+            for position, amount in enumerate(amounts):
+                self._values.add(series, amount, (*self._labels, str(position)))
+        if budget is not None:
+            self._values.set(DRAFT_BUDGET, budget, self._labels)
 
     def _add(self, series: Series, amount: int) -> None:
         if self._values is not None:

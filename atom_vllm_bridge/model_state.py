@@ -20,6 +20,7 @@ from atom_vllm_bridge import metrics, startup
 from atom_vllm_bridge.attention import AtomMetadata
 from atom_vllm_bridge.kv_cache import replayed_tokens
 from atom_vllm_bridge.replay import Replays
+from atom_vllm_bridge.verification import Verdicts
 
 
 class AtomModelState(DefaultModelState):
@@ -30,6 +31,8 @@ class AtomModelState(DefaultModelState):
     # None: nothing is replayed.
     _replays: Replays | None = None
     counted: metrics.Requests
+    # None: drafts are verified whole.
+    verdicts: Verdicts | None = None
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
@@ -86,3 +89,12 @@ class AtomModelState(DefaultModelState):
             input_batch, block_tables, kv_cache_config, num_computed_tokens
         )
         self.counted.stepped(input_batch)
+        if self.verdicts is not None:
+            self.verdicts.begin(input_batch)
+
+    def postprocess_state(
+        self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, *args: Any
+    ) -> None:
+        super().postprocess_state(idx_mapping, num_sampled, *args)
+        if self.verdicts is not None:
+            self.verdicts.end(idx_mapping, num_sampled)

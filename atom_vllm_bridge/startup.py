@@ -11,6 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from atom_vllm_bridge.kv_cache import (
@@ -86,7 +87,10 @@ def table(
         ),
         "speculation": _speculation(vllm_config),
         "compilation": compilation.mode.name,
-        "graph mode": compilation.cudagraph_mode.name,
+        # Adaptive verification names graphs on a CPU too, where nothing is captured.
+        "graph mode": (
+            "NONE" if current_platform.is_cpu() else compilation.cudagraph_mode.name
+        ),
         "batched tokens": str(scheduler.max_num_batched_tokens),
         "async scheduling": "on" if scheduler.async_scheduling else "off",
         "attention": f"sparse_attention of {providers['sparse_attention']}",
@@ -132,7 +136,12 @@ def _speculation(vllm_config: VllmConfig) -> str:
     method, length = speculative.method, speculative.num_speculative_tokens
     trained = trained_length(speculative.draft_model_config.hf_config, method)
     same = "" if length == trained else "; drafts of another length are accepted less"
-    return f"{method}, K = {length} (trained for {trained}{same})"
+    split = (
+        ", as many verified as pay: adaptive"
+        if speculative.enable_adaptive_verification
+        else ""
+    )
+    return f"{method}, K = {length} (trained for {trained}{same}){split}"
 
 
 def _ops(providers: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -19,6 +20,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from atom_vllm_bridge.platforms.base import verifies_adaptively
 
 
 @dataclass
@@ -79,6 +82,15 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[AtomMetadata]):
             block_size=self.block_size,
         )
 
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> int | None:
+        """While a budget splits drafts over requests: as many tokens as a request can verify; else none."""
+        if not verifies_adaptively(vllm_config):
+            return None
+        return 1 + vllm_config.speculative_config.num_speculative_tokens
+
     def update_draft_decode_metadata(self, metadata: AtomMetadata) -> None:
         """Nothing to refresh: the tensors are vLLM's own, and what follows from them is derived in the forward."""
 
@@ -133,3 +145,9 @@ class AtomBackend(AttentionBackend):
     @classmethod
     def supports_sink(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Every index is derived from the device's boundaries; said only where somebody splits a batch by it."""
+        config = get_current_vllm_config_or_none()
+        return config is not None and verifies_adaptively(config)

@@ -25,7 +25,8 @@ def bench(
         typer.Option(help="What is asked: prose and problems, or a published method."),
     ] = "frozen",
     arms: Annotated[
-        str, typer.Option(help="Of off, dspark and mtp, with commas.")
+        str,
+        typer.Option(help="Of off, dspark, dspark-7, adaptive-7 and mtp, with commas."),
     ] = "off,dspark,mtp",
     concurrency: Annotated[
         str | None, typer.Option(help="Requests at once, with commas: 1,4,16.")
@@ -37,7 +38,8 @@ def bench(
         int | None, typer.Option(min=2, help="Tokens of an answer.")
     ] = None,
     draft_tokens: Annotated[
-        int | None, typer.Option(min=1, help="K of DSpark; as trained unless given.")
+        int | None,
+        typer.Option(min=1, help="K of the arm dspark; as trained unless given."),
     ] = None,
     mtp_model: Annotated[
         str | None,

@@ -29,11 +29,13 @@ class Arm:
     Attributes:
         draft: "dspark", "mtp" or None.
         length: K, draft tokens a step; None: as the draft was trained.
+        adaptive: whether a budget says how many of them are verified.
     """
 
     draft: str | None = None
     length: int | None = None
     temperature: float = 0.0
+    adaptive: bool = False
 
     @property
     def flags(self) -> list[str]:
@@ -43,6 +45,8 @@ class Arm:
         config: dict[str, Any] = {"method": self.draft}
         if self.length is not None:
             config["num_speculative_tokens"] = self.length
+        if self.adaptive:
+            config["enable_adaptive_verification"] = True
         return ["--speculative-config", json.dumps(config)]
 
 
@@ -50,6 +54,7 @@ ARMS = {
     "off": Arm(),
     "dspark-5": Arm("dspark", 5),
     "dspark-7": Arm("dspark", 7),
+    "adaptive-7": Arm("dspark", 7, adaptive=True),
     "dspark-t1": Arm("dspark", 5, temperature=1.0),
     "mtp": Arm("mtp", 1),
 }
@@ -145,6 +150,8 @@ class Outcome:
             "length": self.counters.acceptance_length,
             "rate": self.counters.acceptance_rate,
             "by_position": self.counters.acceptance_by_position,
+            "admitted": self.counters.admitted_rate,
+            "calibration_error": self.counters.calibration_error,
         }
         return {
             "arm": self.arm,
@@ -287,7 +294,7 @@ def checks(outcomes: Sequence[Outcome]) -> list[Check]:
 def table(outcomes: Sequence[Outcome]) -> str:
     """The figures in Markdown, one row an arm."""
     splits = list(dict.fromkeys(split for o in outcomes for split in o.splits))
-    first = outcomes[0]
+    first, adaptive = outcomes[0], any(o.counters.verified for o in outcomes)
     rows = []
     for outcome in outcomes:
         length = outcome.counters.acceptance_length
@@ -300,6 +307,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
                 **{split: outcome.score(split=split) for split in splits},
                 "tokens a step": "–" if length is None else f"{length:.2f}",
                 "accepted by position": " ".join(f"{p:.2f}" for p in positions) or "–",
+                **({"drafts verified": _share(outcome.counters)} if adaptive else {}),
                 f"texts unlike {first.arm}'s": (
                     "–"
                     if outcome is first
@@ -309,6 +317,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
             }
         )
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def _share(counters: Counters) -> str:
+    rate = counters.admitted_rate
+    return "–" if rate is None else f"{rate:.2f}"
 
 
 def save(outcome: Outcome, out: Path) -> None:

@@ -9,7 +9,7 @@ from atom_vllm_bridge.measure.speed import ARMS, Point
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MARKS = {"off": "o", "dspark": "s", "mtp": "^"}
+MARKS = dict(zip(ARMS, "osDX^", strict=True))
 
 
 def plot_speed(points: Sequence[Point], path: Path, title: str) -> None:

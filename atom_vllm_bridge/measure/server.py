@@ -11,7 +11,8 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,6 +41,7 @@ class Counters:
         drafted: draft tokens, all positions.
         accepted: draft tokens that the target kept, all positions.
         accepted_by_position: the same, [K]; empty without speculation.
+        verified: under adaptive verification, by "offered", "admitted", "expected" and "kept": draft tokens [K]; else empty.
     """
 
     prompt_tokens: float
@@ -51,21 +53,21 @@ class Counters:
     drafted: float
     accepted: float
     accepted_by_position: tuple[float, ...]
+    verified: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __sub__(self, earlier: "Counters") -> "Counters":
-        positions = max(
-            map(len, (self.accepted_by_position, earlier.accepted_by_position))
-        )
-        late, early = (
-            (*counters.accepted_by_position, *[0.0] * positions)[:positions]
-            for counters in (self, earlier)
-        )
         return Counters(
             **{
                 name: getattr(self, name) - getattr(earlier, name)
                 for name in NAMES.values()
             },
-            accepted_by_position=tuple(a - b for a, b in zip(late, early, strict=True)),
+            accepted_by_position=_less(
+                self.accepted_by_position, earlier.accepted_by_position
+            ),
+            verified={
+                name: _less(sums, earlier.verified.get(name, ()))
+                for name, sums in self.verified.items()
+            },
         )
 
     @property
@@ -83,6 +85,24 @@ class Counters:
         """How often the draft was kept up to each position, [K]."""
         return tuple(n / self.drafts for n in self.accepted_by_position if self.drafts)
 
+    @property
+    def admitted_rate(self) -> float | None:
+        """Draft tokens that a budget let through, of those offered; None without adaptive verification."""
+        offered = sum(self.verified.get("offered", ()))
+        return sum(self.verified["admitted"]) / offered if offered else None
+
+    @property
+    def calibration_error(self) -> tuple[float, ...]:
+        """By position, how far the expected share of admitted drafts is from the share that was kept; where any was."""
+        columns = (
+            self.verified.get(name, ()) for name in ("admitted", "expected", "kept")
+        )
+        return tuple(
+            abs(expected - kept) / admitted
+            for admitted, expected, kept in zip(*columns, strict=True)
+            if admitted
+        )
+
 
 # vLLM's names, and the fields that hold them.
 NAMES = {
@@ -96,21 +116,40 @@ NAMES = {
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
 }
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+# The bridge's own, by the names of `Counters.verified`.
+VERIFIED = {
+    f"atom_bridge:{name}_draft_tokens_total": name
+    for name in ("offered", "admitted", "expected", "kept")
+}
+
+
+def _less(late: Sequence[float], early: Sequence[float]) -> tuple[float, ...]:
+    """Position by position; what a server has not counted is 0."""
+    return tuple(a - b for a, b in zip_longest(late, early, fillvalue=0.0))
 
 
 def counted(page: str) -> Counters:
     """Read the text of /metrics; the engines of a data-parallel server are added up."""
     found: defaultdict[str, float] = defaultdict(float)
-    positions: defaultdict[int, float] = defaultdict(float)
+    positions: defaultdict[str, defaultdict[int, float]] = defaultdict(
+        lambda: defaultdict(float)
+    )
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if sample.name in NAMES:
                 found[NAMES[sample.name]] += sample.value
-            elif sample.name == BY_POSITION:
-                positions[int(sample.labels["position"])] += sample.value
+            elif sample.name == BY_POSITION or sample.name in VERIFIED:
+                position = int(sample.labels["position"])
+                positions[sample.name][position] += sample.value
+    rows = {
+        name: tuple(sums[i] for i in sorted(sums)) for name, sums in positions.items()
+    }
     return Counters(
         **{name: found[name] for name in NAMES.values()},
-        accepted_by_position=tuple(positions[i] for i in sorted(positions)),
+        accepted_by_position=rows.get(BY_POSITION, ()),
+        verified={
+            short: rows[name] for name, short in VERIFIED.items() if name in rows
+        },
     )
 
 

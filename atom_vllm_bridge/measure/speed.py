@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atom_vllm_bridge.measure.accuracy import ARMS as DRAFTS
 from atom_vllm_bridge.measure.accuracy import Arm as Draft
 from atom_vllm_bridge.measure.server import Counters, LiveServer, Server
 from atom_vllm_bridge.measure.workload import (
@@ -27,7 +28,13 @@ from atom_vllm_bridge.measure.workload import (
 )
 
 # The arms, and how a reader knows them.
-ARMS = {"off": "off", "dspark": "DSpark", "mtp": "MTP"}
+ARMS = {
+    "off": "off",
+    "dspark": "DSpark",
+    "dspark-7": "DSpark K = 7",
+    "adaptive-7": "adaptive K ≤ 7",
+    "mtp": "MTP",
+}
 PERCENTILES = (50, 90, 99)
 # The server counts a step after it has answered.
 SETTLE_SECONDS = 5
@@ -61,18 +68,18 @@ def arms_of(
         names: of ARMS.
         model: the checkpoint without a draft and with DSpark.
         mtp_model: the same target with an MTP stage: both drafts are called mtp.*, so they cannot share a checkpoint.
-        draft_tokens: K of DSpark; None leaves it as the draft was trained.
+        draft_tokens: K of the arm dspark; None leaves it as the draft was trained.
     """
     notes = []
     if draft_tokens is not None:
         notes.append(f"DSpark drafts {draft_tokens} tokens a step.")
-    dspark, mtp = Draft("dspark", draft_tokens), Draft("mtp", 1)
+    drafts = DRAFTS | {"dspark": Draft("dspark", draft_tokens)}
     every = {
-        "off": Arm("off", model),
-        "dspark": Arm("dspark", model, tuple(dspark.flags)),
+        name: Arm(name, model, tuple(drafts[name].flags))
+        for name in ("off", "dspark", "dspark-7", "adaptive-7")
     }
     if mtp_model is not None:
-        every["mtp"] = Arm("mtp", mtp_model, tuple(mtp.flags))
+        every["mtp"] = Arm("mtp", mtp_model, tuple(drafts["mtp"].flags))
         notes.append(f"MTP drafts 1 token a step, from `{mtp_model}`.")
     elif "mtp" in names:
         notes.append(
@@ -95,6 +102,20 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
+class Verification:
+    """What an adaptive budget did.
+
+    Attributes:
+        admitted: draft tokens that it let through, as a share of those drafted.
+        kept: of these, by position, the share that the target kept, [K]; and so for `expected`, what confidence said.
+    """
+
+    admitted: float
+    expected: tuple[float, ...]
+    kept: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Point:
     """One arm at one concurrency. Percentiles by name (`p50`), in milliseconds.
 
@@ -114,6 +135,7 @@ class Point:
         prefix_hits: prompt tokens, warm-ups included, that the prefix cache held, as a share.
         acceptance: None without a draft.
         acceptance_by_kind: prose and problems, each asked alone; empty where it was not measured.
+        verification: None where every draft is verified.
     """
 
     arm: str
@@ -131,6 +153,7 @@ class Point:
     prefix_hits: float
     acceptance: Acceptance | None
     acceptance_by_kind: dict[str, Acceptance] = field(default_factory=dict)
+    verification: Verification | None = None
 
 
 def measure(
@@ -314,6 +337,22 @@ def acceptance_of(result: Mapping[str, Any]) -> Acceptance | None:
     )
 
 
+def verification_of(counted: Counters) -> Verification | None:
+    """From the bridge's counters, warm-ups included; None without them."""
+    rate = counted.admitted_rate
+    if rate is None:
+        return None
+    admitted = counted.verified["admitted"]
+    expected, kept = (
+        tuple(
+            part / of if of else 0.0
+            for part, of in zip(counted.verified[name], admitted, strict=True)
+        )
+        for name in ("expected", "kept")
+    )
+    return Verification(rate, expected, kept)
+
+
 def point_of(
     arm: str,
     concurrency: int,
@@ -344,6 +383,7 @@ def point_of(
         prefix_hits=counted.prefix_hits / queries if queries else 0.0,
         acceptance=acceptance_of(result),
         acceptance_by_kind=dict(by_kind),
+        verification=verification_of(counted),
     )
 
 

@@ -80,6 +80,8 @@ class Report:
         ]
         if any(point.acceptance for point in points):
             blocks += ["## Acceptance", *self._acceptance(points)]
+        if any(point.verification for point in points):
+            blocks += ["## Adaptive verification", *_verification(points)]
         return "\n\n".join(blocks) + "\n"
 
     def _speed(self, points: Sequence[Point]) -> str:
@@ -128,6 +130,29 @@ class Report:
             disable_numparse=True,
         )
         return [text, table]
+
+
+def _verification(points: Sequence[Point]) -> list[str]:
+    rows = [
+        [
+            ARMS[point.arm],
+            point.concurrency,
+            f"{point.verification.admitted:.2f}",
+            *(
+                f"{expected:.2f} / {kept:.2f}"
+                for expected, kept in zip(
+                    point.verification.expected, point.verification.kept, strict=True
+                )
+            ),
+        ]
+        for point in points
+        if point.verification is not None
+    ]
+    positions = range(1, max(map(len, rows)) - 2)
+    text = "Drafts verified, as a share of those drafted; of these by position, the share expected to be kept / kept."
+    titles = ["arm", "concurrency", "verified", *map(str, positions)]
+    table = tabulate(rows, titles, tablefmt="github", disable_numparse=True)
+    return [text, table]
 
 
 def _row(point: Point, prompts: str, acceptance: Acceptance) -> list[str]:

@@ -2,8 +2,9 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +30,11 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 DRAFTS = ("dspark", "mtp")
 # Of --load-format, those that read *.safetensors and so are held to their headers.
 SAFETENSORS_FORMATS = ("auto", "safetensors")
+# vLLM's workers, and those that also watch adaptive verification.
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "atom_vllm_bridge.workers.cpu.AtomCpuWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "atom_vllm_bridge.workers.gpu.AtomGpuWorker",
+}
 # Blocks of every group divide it, and a prefix hit lands on it.
 BLOCK_SIZE = 128
 
@@ -43,6 +49,12 @@ def method_of(vllm_config: "VllmConfig") -> str | None:
     """The speculative method, or None."""
     speculative = vllm_config.speculative_config
     return None if speculative is None else speculative.method
+
+
+def verifies_adaptively(vllm_config: "VllmConfig") -> bool:
+    """Whether a budget of draft tokens is split over requests on the device."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.enable_adaptive_verification
 
 
 def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
@@ -154,16 +166,11 @@ def _refuse_a_draft_of_another_kind(vllm_config: "VllmConfig") -> None:
 
 def _refuse_adaptive_verification_without_graphs(vllm_config: "VllmConfig") -> None:
     """vLLM's own refusal comes in a report of many lines."""
-    speculative = vllm_config.speculative_config
     graphs = vllm_config.compilation_config.cudagraph_mode
-    if (
-        speculative is not None
-        and speculative.enable_adaptive_verification
-        and not graphs.has_full_cudagraphs()
-    ):
+    if verifies_adaptively(vllm_config) and not graphs.has_full_cudagraphs():
         raise Refused(
-            "enable_adaptive_verification needs full graphs of decode steps, and here there are none (a CPU has none; "
-            "elsewhere --enforce-eager or the cudagraph_mode turns them off). Drop it from --speculative-config."
+            "enable_adaptive_verification needs full graphs of decode steps, and --enforce-eager or the cudagraph_mode turns "
+            "them off. Drop that, or drop enable_adaptive_verification from --speculative-config."
         )
 
 
@@ -181,6 +188,17 @@ def _note_what_is_asked(vllm_config: "VllmConfig") -> None:
 
     if serves(vllm_config):
         startup.note_what_was_asked(vllm_config)
+
+
+def _refuse_a_head_that_is_not_there(
+    hf: Mapping[str, Any], headers: Mapping[str, object]
+) -> None:
+    head = f"mtp.{checkpoint.count_stages(headers) - 1}.confidence_head.proj.weight"
+    if hf.get("enable_confidence_head") and head not in headers:
+        raise Refused(
+            f"enable_confidence_head is true, but the checkpoint has no {head}. Pass --hf-overrides "
+            "'{\"enable_confidence_head\": false}' to have acceptance estimated from what was accepted before."
+        )
 
 
 def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
@@ -205,6 +223,8 @@ def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
         ):
             headers = check_shards(directory)
             drafts = vllm_config.speculative_config is not None
+            if verifies_adaptively(vllm_config):
+                _refuse_a_head_that_is_not_there(hf, headers)
             # Overrides change what the shards should hold; the loader still accounts for every tensor.
             if not model.hf_overrides:
                 config = json.loads((directory / "config.json").read_bytes())
@@ -287,10 +307,13 @@ class AtomPlatform:
             vllm_config.speculative_config.disable_eagle_block_drop = True
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
-        compilation.cudagraph_mode = cls.graph_mode(compilation.cudagraph_mode)
+        compilation.cudagraph_mode = cls.graph_mode(vllm_config)
         _refuse_adaptive_verification_without_graphs(vllm_config)
+        if verifies_adaptively(vllm_config):
+            parallel = vllm_config.parallel_config
+            parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
 
     @classmethod
-    def graph_mode(cls, asked: "CUDAGraphMode") -> "CUDAGraphMode":
+    def graph_mode(cls, vllm_config: "VllmConfig") -> "CUDAGraphMode":
         """What the model honours: full graphs of decode steps, and nothing piecewise, since nothing is compiled."""
-        return asked.without_piecewise()
+        return vllm_config.compilation_config.cudagraph_mode.without_piecewise()

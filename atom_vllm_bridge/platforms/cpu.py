@@ -8,10 +8,17 @@ import torch
 from vllm import envs
 from vllm.platforms.cpu import CpuPlatform
 
-from atom_vllm_bridge.platforms.base import AtomPlatform, serves
+from atom_vllm_bridge.platforms.base import (
+    WORKERS,
+    AtomPlatform,
+    serves,
+    verifies_adaptively,
+)
+from atom_vllm_bridge.platforms.refusal import Refused
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.compilation import CUDAGraphMode
 
 logger = logging.getLogger("vllm.atom_vllm_bridge")
 
@@ -85,6 +92,26 @@ class AtomCpuPlatform(AtomPlatform, CpuPlatform):
             setattr(owner, name, value)
         cls._limit_batched_tokens(vllm_config)
         cls._size_cache(vllm_config)
+        worker = vllm_config.parallel_config.worker_cls
+        if verifies_adaptively(vllm_config) and worker not in WORKERS.values():
+            raise Refused(
+                f"enable_adaptive_verification on a CPU needs a worker that times steps, and --worker-cls {worker} does not. "
+                "Leave --worker-cls out, or drop enable_adaptive_verification from --speculative-config."
+            )
+
+    @classmethod
+    def graph_mode(cls, vllm_config: "VllmConfig") -> "CUDAGraphMode":
+        """Nothing is captured on a CPU; vLLM lets adaptive verification pass where graphs of decode steps are named."""
+        from vllm.config.compilation import CUDAGraphMode
+
+        if verifies_adaptively(vllm_config):
+            return CUDAGraphMode.FULL_DECODE_ONLY
+        return super().graph_mode(vllm_config)
+
+    @staticmethod
+    def graph_pool_handle() -> tuple[int, int]:
+        """vLLM's graph managers ask for it where graphs are named; nothing is ever put into this one."""
+        return 0, 0
 
     @classmethod
     def _limit_batched_tokens(cls, vllm_config: "VllmConfig") -> None:

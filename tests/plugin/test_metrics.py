@@ -150,10 +150,28 @@ def test_a_ring_counts_what_is_rolled_back_and_computed_again(folder):
 
 
 def test_every_series_that_is_documented_can_appear(folder):
-    requests(PAGED, RING)
+    counted = requests(PAGED, RING)
+    counted.verified([[9, 9], [6, 3], [4.5, 1.5], [5, 1]], budget=7)
     registry.load().apply("override-grid")
     metrics.show_patches()
     assert names(answer(folder)) == {one.sample for one in metrics.SERIES}
+
+
+def test_drafts_are_counted_by_position(folder):
+    counted = requests(PAGED)
+    counted.verified([[9, 9], [6, 3], [4.5, 1.5], [5, 1]], budget=7)
+    counted.verified([[1, 1], [1, 0], [0.5, 0], [1, 0]], budget=2)
+    page = answer(folder)
+    (label,) = {labels[:-1] for labels in series(page, metrics.ADMITTED.sample)}
+    for one, sums in (
+        (metrics.OFFERED, (10, 10)),
+        (metrics.ADMITTED, (7, 3)),
+        (metrics.EXPECTED, (5, 1.5)),
+        (metrics.KEPT, (6, 1)),
+    ):
+        found = series(page, one.sample)
+        assert found == {(*label, str(i)): value for i, value in enumerate(sums)}
+    assert set(series(page, metrics.DRAFT_BUDGET.name).values()) == {2}
 
 
 def test_values_of_several_processes_are_added_up(folder):

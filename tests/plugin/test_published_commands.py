@@ -163,18 +163,34 @@ def test_the_parsers_that_are_named_are_those_of_deepseek_v4(checkpoints):
     assert "DeepSeekV4" in ReasoningParserManager.get_reasoning_parser(name).__name__
 
 
-def test_adaptive_verification_is_refused_in_one_line_where_there_are_no_graphs(
-    checkpoints,
+def test_the_adaptive_dspark_command_is_accepted(checkpoints):
+    config = configuration(checkpoints["dspark"], adaptive_command())
+    assert config.speculative_config.enable_adaptive_verification
+    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def test_adaptive_verification_without_graphs_is_refused_in_one_line(
+    checkpoints, monkeypatch
 ):
-    text = COMMANDS["DSpark"].text.replace(":7}", f":7{ADAPTIVE}}}")
-    assert ADAPTIVE in text
+    """As on a GPU with --enforce-eager; a CPU has no graphs to turn off."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(
+        type(current_platform), "graph_mode", lambda config: CUDAGraphMode.NONE
+    )
     with pytest.raises(Refused) as refused:
-        configuration(checkpoints["dspark"], text)
+        configuration(checkpoints["dspark"], adaptive_command())
     line = str(refused.value)
     assert line.startswith(
         "atom-vllm-bridge: enable_adaptive_verification needs full graphs of decode steps"
     )
     assert "\n" not in line
+
+
+def adaptive_command() -> str:
+    text = COMMANDS["DSpark"].text.replace(":7}", f":7{ADAPTIVE}}}")
+    assert ADAPTIVE in text
+    return text
 
 
 @contextmanager

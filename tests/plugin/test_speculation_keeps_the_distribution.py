@@ -3,9 +3,10 @@
 import json
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
-from drafts import watching
+from drafts import Watch, watching
 from engines import SHALLOW, prompt, running
 
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
@@ -124,6 +125,22 @@ def test_what_is_sampled_has_the_target_s_distribution(
     sampled, method, checkpoint, target
 ):
     """Drafts are the draft's likeliest token, or sampled from its distribution; the target's is kept either way."""
+    check(checkpoint, target, method, draft_sample_method=sampled)
+
+
+@pytest.mark.parametrize("method", ["dspark"], scope="module")
+def test_a_budget_of_drafts_keeps_the_distribution(method, checkpoint, target):
+    """Which drafts are verified hangs on what was drafted, and so on the tokens before, but not on their verdict."""
+    watch, verified = check(
+        checkpoint, target, method, enable_adaptive_verification=True
+    )
+    offered = sum(row.drafts for row in watch.rows)
+    print(f"{verified} of {offered} drafts verified")
+    assert 0.2 * offered < verified < 0.9 * offered
+
+
+def check(checkpoint, target, method, **drafting) -> tuple[Watch, int]:
+    """Sample, and compare with the target's distribution; the steps, and how many drafts were verified."""
     from vllm import SamplingParams
 
     with running(
@@ -136,7 +153,7 @@ def test_what_is_sampled_has_the_target_s_distribution(
         speculative_config={
             "method": method,
             "num_speculative_tokens": DRAFTS,
-            "draft_sample_method": sampled,
+            **drafting,
         },
     ) as engine:
         params = SamplingParams(
@@ -147,6 +164,19 @@ def test_what_is_sampled_has_the_target_s_distribution(
             ignore_eos=True,
             detokenize=False,
         )
+        if adaptive := engine.runner.adaptive_verification:
+            # A full batch of 1,024 requests has room for a quarter of its drafts; more would cost too much.
+            draft, verify = adaptive.cost_tables
+            tokens = np.arange(len(verify))
+            adaptive.cost_tables = draft, np.where(tokens <= 1536, 1.0, 1000.0)
+        verified = []
+        preprocess = engine.runner.model_state.preprocess_state
+
+        def noting(batch, *args):
+            verified.append(batch.num_draft_tokens)
+            preprocess(batch, *args)
+
+        engine.runner.model_state.preprocess_state = noting
         with watching(engine) as watch:
             (output,) = engine.llm.generate(
                 [{"prompt_token_ids": PROMPT}], params, use_tqdm=False
@@ -162,7 +192,7 @@ def test_what_is_sampled_has_the_target_s_distribution(
     drafted = torch.tensor([row.proposed[0] for row in prefills])
     draft_fits = p_value(drafted, marginal(target, 1))
     print(
-        f"\n{method}, {sampled} drafts: {watch.acceptance():.0%} accepted; p of tokens "
+        f"\n{method}, {drafting}: {watch.acceptance():.0%} accepted; p of tokens "
         + ", ".join(f"{tokens} {p:.2f}" for tokens, p in fits.items())
         + f"; of the drafts {draft_fits:.0e}"
     )
@@ -170,3 +200,4 @@ def test_what_is_sampled_has_the_target_s_distribution(
     assert len(drafted) == REQUESTS
     assert min(fits.values()) > 0.01
     assert draft_fits < 1e-6
+    return watch, sum(verified)

@@ -1,0 +1,125 @@
+"""What a step costs on a CPU, by the tokens that the target takes and the requests that the draft serves.
+
+vLLM times replays of captured graphs with events of the device. A CPU has neither: the same dummy runs are timed by the
+host's clock, which is exact there, since nothing runs behind its back. Steps are not padded to a captured size either, so
+that costs between two timed sizes lie on the line between them.
+"""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from vllm import envs
+
+logger = logging.getLogger("vllm.atom_vllm_bridge")
+
+# A size is run until its median settles, or has had its share of the start.
+RUNS = 5
+SECONDS_A_SIZE = 0.5
+
+Curve = list[tuple[int, float]]
+
+
+class HostTimes:
+    """Takes the place of vLLM's `StepTimingCollector` in a runner while steps are timed.
+
+    Attributes:
+        forward_ms: tokens of the target → times.
+        drafter_ms: requests → times.
+    """
+
+    def __init__(self) -> None:
+        self.forward_ms: defaultdict[int, list[float]] = defaultdict(list)
+        self.drafter_ms: defaultdict[int, list[float]] = defaultdict(list)
+        self._tokens = self._requests = 0
+        self._since = 0.0
+
+    def record_batch(self, input_batch: Any, full_cudagraph: bool) -> None:
+        self._tokens, self._requests = input_batch.num_tokens, input_batch.num_reqs
+
+    def forward_start(self) -> None:
+        self._since = time.perf_counter()
+
+    def forward_end(self) -> None:
+        self.forward_ms[self._tokens].append(1000 * (time.perf_counter() - self._since))
+
+    def drafter_start(self) -> None:
+        self._since = time.perf_counter()
+
+    def drafter_end(self) -> None:
+        self.drafter_ms[self._requests].append(
+            1000 * (time.perf_counter() - self._since)
+        )
+
+
+def cost_curves(runner: Any) -> tuple[Curve, Curve]:
+    """Time dummy runs of a runner that serves nothing yet.
+
+    Args:
+        runner: vLLM's, with caches; requests have VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN tokens of context, or as
+            many as fit.
+
+    Returns:
+        (requests, ms) of the draft and (tokens, ms) of the target, for every count up to what a step may hold.
+    """
+    most_tokens = runner.max_num_tokens
+    verified = min(runner.max_num_reqs * runner.decode_query_len, most_tokens)
+    began = time.perf_counter()
+    kept, runner.step_timing = runner.step_timing, HostTimes()
+    try:
+        for size in sizes(verified, most_tokens):
+            _time(runner, size)
+        times = runner.step_timing
+    finally:
+        runner.step_timing = kept
+    logger.info(
+        "Adaptive verification: timed steps of 1 to %d tokens in %.1f s.",
+        most_tokens,
+        time.perf_counter() - began,
+    )
+    return (
+        every_count(times.drafter_ms, runner.max_num_reqs),
+        every_count(times.forward_ms, most_tokens),
+    )
+
+
+def sizes(verified: int, most: int) -> Sequence[int]:
+    """Tokens of the steps to time: closer where a step of drafts can be, and the largest of all.
+
+    Args:
+        verified: most tokens of a step in which every request verifies a draft.
+        most: most tokens of a step.
+    """
+    found, size = {1, verified, most}, 1
+    while size < verified:
+        found |= {size, min(size + size // 2, verified)}
+        size *= 2
+    return sorted(found)
+
+
+def every_count(times: Mapping[int, Iterable[float]], most: int) -> Curve:
+    """Medians at the counts that were timed, and straight lines between them: (count, ms) for 1 … `most`."""
+    counts = sorted(times)
+    medians = [float(np.median(list(times[count]))) for count in counts]
+    every = np.arange(1, most + 1)
+    return [
+        (int(n), float(ms))
+        for n, ms in zip(every, np.interp(every, counts, medians), strict=True)
+    ]
+
+
+def _time(runner: Any, size: int) -> None:
+    times = runner.step_timing
+    context = envs.VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN
+    # The first run of a size may compile.
+    runner.step_timing = HostTimes()
+    runner._dummy_run(num_tokens=size, context_len=context)
+    runner.step_timing = times
+    until = time.perf_counter() + SECONDS_A_SIZE
+    for _ in range(RUNS):
+        runner._dummy_run(num_tokens=size, context_len=context)
+        if time.perf_counter() > until:
+            break
