@@ -16,7 +16,7 @@ from vllm import envs
 
 logger = logging.getLogger("vllm.atom_vllm_bridge")
 
-# A size is run until its median settles, or has had its share of the start.
+# A size is run so often, or until it has had its share of the start.
 RUNS = 5
 SECONDS_A_SIZE = 0.5
 
@@ -101,13 +101,16 @@ def sizes(verified: int, most: int) -> Sequence[int]:
 
 
 def every_count(times: Mapping[int, Iterable[float]], most: int) -> Curve:
-    """Medians at the counts that were timed, and straight lines between them: (count, ms) for 1 … `most`."""
+    """The least at the counts that were timed, and straight lines between them: (count, ms) for 1 … `most`.
+
+    What else the machine did meanwhile only adds to a time.
+    """
     counts = sorted(times)
-    medians = [float(np.median(list(times[count]))) for count in counts]
+    least = [min(times[count]) for count in counts]
     every = np.arange(1, most + 1)
     return [
         (int(n), float(ms))
-        for n, ms in zip(every, np.interp(every, counts, medians), strict=True)
+        for n, ms in zip(every, np.interp(every, counts, least), strict=True)
     ]
 
 

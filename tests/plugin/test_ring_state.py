@@ -13,6 +13,12 @@ from atom_vllm_bridge.kv_cache import RingSpec, spec_of_group
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.replay import rollback_tokens
 
+LONG = {
+    "max_model_len": 18432,
+    "max_num_batched_tokens": 1024,
+    "kv_cache_memory_bytes": 1 << 29,
+}
+
 
 def ring(policy: str | int = "exact") -> dict:
     return {
@@ -29,7 +35,7 @@ def rings_of(engine) -> list[RingSpec]:
 
 @pytest.fixture(scope="module")
 def paged_engine(small_checkpoint):
-    with running(small_checkpoint, kv_cache_memory_bytes=1 << 28) as engine:
+    with running(small_checkpoint, **LONG) as engine:
         yield engine
 
 
@@ -48,7 +54,7 @@ def paged(paged_engine):
 
 @pytest.fixture(scope="module")
 def engine(small_checkpoint, paged_engine):
-    with running(small_checkpoint, kv_cache_memory_bytes=1 << 28, **ring()) as engine:
+    with running(small_checkpoint, **LONG, **ring()) as engine:
         yield engine
 
 
@@ -86,11 +92,18 @@ def test_any_chunk_size_gives_what_paged_state_gives(engine, paged, chunk):
     difference(paged(ids), answer)
 
 
-@pytest.mark.parametrize("tail", [1, 127, 128, 129, 256, 513])
+@pytest.mark.parametrize(
+    ("prefix", "tail"),
+    [
+        *((2048, tail) for tail in (1, 127, 128, 129, 256, 513)),
+        *((6144, tail) for tail in (1, 129)),
+        (17408, 129),
+    ],
+)
 def test_a_hit_is_rolled_back_and_gives_what_a_cold_run_gives(
-    engine, paged, replay, tail
+    engine, paged, replay, prefix, tail
 ):
-    ids = prompt(2048 + tail, seed=tail)
+    ids = prompt(prefix + tail, seed=tail)
     hit = (len(ids) - 1) // 128 * 128
     engine.reset_prefix_cache()
     (cold,) = engine.generate([ids])
@@ -215,6 +228,50 @@ def test_a_preempted_request_fills_its_rings_again(small_checkpoint, caching):
         together = engine.generate(prompts, max_tokens=100)
         assert engine.counter("vllm:num_preemptions") > 0
     alone = alone_from_blocks(small_checkpoint, prompts, max_tokens=100)
+    for reference, answer in zip(alone, together, strict=True):
+        difference(reference, answer)
+
+
+def test_a_hit_whose_end_was_evicted_is_rolled_back_from_where_it_ends_now(
+    small_checkpoint,
+):
+    ids = prompt(2048 + 65, seed=9)
+    with running(
+        small_checkpoint,
+        max_model_len=2304,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=95,
+        **ring(),
+    ) as engine:
+        (cold,) = engine.generate([ids])
+        hits = []
+        for others in (2, 3):
+            for seed in range(others):
+                engine.generate([prompt(1100, seed=10 * others + seed)], max_tokens=1)
+            (hit,) = engine.generate([ids])
+            difference(cold, hit)
+            hits.append(hit.cached)
+    (reference,) = alone_from_blocks(small_checkpoint, [ids])
+    difference(reference, cold)
+    assert hits[0] > hits[1] > 0
+
+
+def test_a_long_request_that_is_preempted_replays_the_end_of_its_prefix(
+    small_checkpoint,
+):
+    shared = prompt(2048, seed=10)
+    prompts = [shared + prompt(65, seed=seed) for seed in range(8)]
+    options = {"max_model_len": 2304, "max_num_batched_tokens": 128}
+    with (
+        running(
+            small_checkpoint, num_gpu_blocks_override=130, **options, **ring()
+        ) as engine,
+        starts(engine) as seen,
+    ):
+        together = engine.generate(prompts, max_tokens=150)
+        assert engine.counter("vllm:num_preemptions") > 0
+    assert sum(replay > 0 for _, replay in seen) > len(prompts) - 1
+    alone = alone_from_blocks(small_checkpoint, prompts, max_tokens=150)
     for reference, answer in zip(alone, together, strict=True):
         difference(reference, answer)
 

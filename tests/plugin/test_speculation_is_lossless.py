@@ -17,22 +17,25 @@ PROMPTS = [prompt(length, i, VOCABULARY) for i, length in enumerate(LENGTHS)]
 SHARED = (130, 640, 900)
 TAILS = [prompt(40, seed, VOCABULARY) for seed in (1, 2)]
 # Spoken text that a second prompt goes on from, so that the hit's last block of 128 tokens was drafted and verified.
-SPOKEN = [prompt(length, length, VOCABULARY) for length in (101, 102)]
+SPOKEN = [prompt(length, length, VOCABULARY) for length in (613, 614)]
 SPOKEN_TOKENS = 160
 
 
 @dataclass(frozen=True)
 class Run:
-    """An engine: which draft, of how many tokens, from which checkpoint, and how it is scheduled."""
+    """An engine: which draft, of how many tokens, from which checkpoint, how it is scheduled, and where its state lies."""
 
     method: str
     drafts: int
     checkpoint: str
     asynchronous: bool
+    layout: str = "paged"
 
     def __str__(self) -> str:
         scheduling = "async" if self.asynchronous else "sync"
-        return f"{self.checkpoint}-{self.method}-{self.drafts}-{scheduling}"
+        return (
+            f"{self.checkpoint}-{self.method}-{self.drafts}-{scheduling}-{self.layout}"
+        )
 
     @property
     def directory(self) -> str:
@@ -45,17 +48,26 @@ class Run:
         return {
             "speculative_config": draft,
             "async_scheduling": self.asynchronous,
+            "additional_config": {"atom": {"state_layout": self.layout}},
         }
 
     @property
     def size(self) -> tuple[list, int, int]:
         """Prompts, tokens to say, and blocks, too few for all requests that may run at once."""
+        if self.layout == "ring":
+            return PROMPTS, TOKENS, 400
         if self.checkpoint == "agreeing":
             return PROMPTS, TOKENS, 900
         return PROMPTS[::2], TOKENS // 2, 560
 
     def hit(self, shared: int) -> int:
-        """Tokens that a hit spares. An MTP row holds the next token too, so that vLLM takes one block less."""
+        """Tokens that a hit finds. An MTP row holds the next token too, so that vLLM takes one block less.
+
+        With rings, MTP rows among them, 512 are computed again (3 layers and a draft, of windows of 128); no more is not used.
+        """
+        if self.layout == "ring":
+            found = shared // 128 * 128
+            return found if found > 512 else 0
         return (shared // 128 - (self.method == "mtp")) * 128
 
 
@@ -70,6 +82,8 @@ RUNS = [
     Run("mtp", 1, "agreeing", False),
     Run("mtp", 2, "agreeing", True),
     Run("mtp", 3, "agreeing", False),
+    Run("dspark", 5, "agreeing", True, "ring"),
+    Run("mtp", 3, "agreeing", False, "ring"),
 ]
 
 
