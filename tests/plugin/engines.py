@@ -5,7 +5,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -102,11 +103,16 @@ def difference(reference: Answer, other: Answer) -> Difference:
 class Engine:
     """vLLM's engine in this process, with a look at what its scheduler did."""
 
+    running: ClassVar[list["Engine"]] = []
+
     def __init__(self, checkpoint, **options):
         from vllm import LLM
 
-        # A start collects garbage ten times; what is there already need not be looked through each time.
-        gc.freeze()
+        # A start and an end collect garbage ten times, and what is there already need not be looked through each time. What
+        # an engine holds stays out of that, or it would never be freed.
+        if not self.running:
+            gc.freeze()
+        self.running.append(self)
         settings = {
             "dtype": "float32",
             "enforce_eager": True,
@@ -117,7 +123,8 @@ class Engine:
             "seed": 0,
             "disable_log_stats": False,
         }
-        self.llm = LLM(str(checkpoint), **(settings | options))
+        with patch.object(gc, "freeze"):
+            self.llm = LLM(str(checkpoint), **(settings | options))
 
     @property
     def core(self):
@@ -182,10 +189,11 @@ class Engine:
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
-        gc.unfreeze()
-        cleanup_dist_env_and_memory()
+        with patch.object(gc, "unfreeze"):
+            self.llm.llm_engine.engine_core.shutdown()
+            del self.llm
+            self.running.remove(self)
+            cleanup_dist_env_and_memory()
         gc.collect()
 
 
