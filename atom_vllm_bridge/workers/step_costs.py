@@ -16,9 +16,10 @@ from vllm import envs
 
 logger = logging.getLogger("vllm.atom_vllm_bridge")
 
-# A size is run so often, or until it has had its share of the start.
-RUNS = 5
-SECONDS_A_SIZE = 0.5
+# All sizes are run so often, by turns: a machine that is busy for a moment is so for one turn of a few sizes.
+TURNS = 5
+# After the second turn, no more than so long.
+SECONDS = 10.0
 
 Curve = list[tuple[int, float]]
 
@@ -68,10 +69,17 @@ def cost_curves(runner: Any) -> tuple[Curve, Curve]:
     most_tokens = runner.max_num_tokens
     verified = min(runner.max_num_reqs * runner.decode_query_len, most_tokens)
     began = time.perf_counter()
+    context = envs.VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN
     kept, runner.step_timing = runner.step_timing, HostTimes()
     try:
-        for size in sizes(verified, most_tokens):
-            _time(runner, size)
+        for turn in range(1 + TURNS):
+            if turn == 1:
+                # The first run of a size may compile, and does not count.
+                runner.step_timing = HostTimes()
+            elif turn > 2 and time.perf_counter() > began + SECONDS:
+                break
+            for size in sizes(verified, most_tokens):
+                runner._dummy_run(num_tokens=size, context_len=context)
         times = runner.step_timing
     finally:
         runner.step_timing = kept
@@ -103,26 +111,13 @@ def sizes(verified: int, most: int) -> Sequence[int]:
 def every_count(times: Mapping[int, Iterable[float]], most: int) -> Curve:
     """The least at the counts that were timed, and straight lines between them: (count, ms) for 1 … `most`.
 
-    What else the machine did meanwhile only adds to a time.
+    What else the machine did meanwhile only adds to a time, and less work takes no longer than more.
     """
     counts = sorted(times)
-    least = [min(times[count]) for count in counts]
+    least = np.array([min(times[count]) for count in counts])
+    least = np.minimum.accumulate(least[::-1])[::-1]
     every = np.arange(1, most + 1)
     return [
         (int(n), float(ms))
         for n, ms in zip(every, np.interp(every, counts, least), strict=True)
     ]
-
-
-def _time(runner: Any, size: int) -> None:
-    times = runner.step_timing
-    context = envs.VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN
-    # The first run of a size may compile.
-    runner.step_timing = HostTimes()
-    runner._dummy_run(num_tokens=size, context_len=context)
-    runner.step_timing = times
-    until = time.perf_counter() + SECONDS_A_SIZE
-    for _ in range(RUNS):
-        runner._dummy_run(num_tokens=size, context_len=context)
-        if time.perf_counter() > until:
-            break

@@ -272,6 +272,12 @@ def test_costs_between_timed_sizes_lie_on_the_line():
     assert curve == [(1, 4), (2, 4), (3, 5), (4, 6), (5, 7), (6, 8), (7, 8), (8, 8)]
 
 
+def test_a_size_costs_no_more_than_a_larger_one():
+    """As where the machine did something else whenever the smaller one was timed."""
+    curve = every_count({1: [90.0, 80.0], 3: [4.0, 7.0]}, 3)
+    assert curve == [(1, 4), (2, 4), (3, 4)]
+
+
 def test_the_sizes_that_are_timed_are_dense_where_drafts_are_verified():
     assert sizes(24, 1024) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 1024]
 
