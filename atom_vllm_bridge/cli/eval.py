@@ -47,7 +47,7 @@ def evaluate(
     arms: Annotated[
         str,
         typer.Option(help="Of these, in this order, the first is compared with."),
-    ] = "off,dspark-5,dspark-7,dspark-t1,mtp",
+    ] = "off,dspark-5,dspark-7,adaptive-7,dspark-t1,mtp",
     mtp_model: Annotated[
         Path | None,
         typer.Option(

@@ -16,6 +16,7 @@ from atom_vllm_bridge.measure.speed import (
     BenchError,
     Client,
     Point,
+    Verification,
     arms_of,
     fault_of,
     point_of,
@@ -190,6 +191,37 @@ def test_arms_differ_in_their_draft_alone_and_mtp_needs_its_own_checkpoint():
     assert notes == ["MTP drafts 1 token a step, from `other`."]
 
 
+def test_arms_of_seven_drafts_differ_in_who_verifies_them():
+    (fixed, adaptive), notes = arms_of(["dspark-7", "adaptive-7"], "target", None, 3)
+    seven = {"method": "dspark", "num_speculative_tokens": 7}
+    assert json.loads(fixed.flags[1]) == seven
+    assert json.loads(adaptive.flags[1]) == {
+        **seven,
+        "enable_adaptive_verification": True,
+    }
+
+
+def test_what_a_budget_did_is_told_by_position():
+    verified = {
+        "offered": (40.0, 40.0, 20.0),
+        "admitted": (40.0, 10.0, 0.0),
+        "expected": (30.0, 2.0, 0.0),
+        "kept": (34.0, 3.0, 0.0),
+    }
+    counted = replace(COUNTED, verified=verified)
+    assert counted.admitted_rate == 0.5
+    assert counted.calibration_error == (0.1, 0.1)
+    adaptive = point_of("adaptive-7", 4, 1.0, RESULT, counted, {})
+    assert adaptive.verification == Verification(
+        0.5, expected=(0.75, 0.2, 0.0), kept=(0.85, 0.3, 0.0)
+    )
+    off = point_of("off", 4, 1.0, RESULT, COUNTED, {})
+    assert off.verification is None
+    page = Report("m", "frozen", "asked", points=[off, adaptive]).markdown()
+    row = "| adaptive K ≤ 7 | 4             | 0.50       | 0.75 / 0.85 | 0.20 / 0.30 | 0.00 / 0.00 |"
+    assert " ".join(row.split()) in " ".join(page.split())
+
+
 def test_client_and_server_count_warmups_as_the_first_request():
     assert fault_of(RESULT, COUNTED, warmups=1) is None
     fault = fault_of(RESULT, COUNTED, warmups=0)
@@ -355,7 +387,10 @@ def test_json_and_picture_hold_the_same_points(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--arms", "off,eagle"], "'eagle' is none of off, dspark, mtp"),
+        (
+            ["--arms", "off,eagle"],
+            "'eagle' is none of off, dspark, dspark-7, adaptive-7, mtp",
+        ),
         (["--concurrency", "1,many"], "whole numbers with commas"),
         (["--num-prompts", "8"], "raise --num-prompts to 64"),
         (["--", "--speculative-config", "{}"], "choose with --arms"),

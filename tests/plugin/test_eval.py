@@ -255,7 +255,13 @@ def test_a_url_is_measured_as_it_is_served(data, tmp_path):
     report = json.loads((tmp_path / "results.json").read_text())
     (arm,) = report["arms"]
     assert (arm["strict"]["value"], arm["strict"]["n"]) == (0.625, 8)
-    assert arm["acceptance"] == {"length": 2.5, "rate": 0.75, "by_position": [1, 0.5]}
+    assert arm["acceptance"] == {
+        "length": 2.5,
+        "rate": 0.75,
+        "by_position": [1, 0.5],
+        "admitted": None,
+        "calibration_error": [],
+    }
     assert arm["by_split"]["text"]["value"] == 0.75
     samples = (tmp_path / "as-served.samples.jsonl").read_text().splitlines()
     assert json.loads(samples[1])["text"] == " So 2000."
@@ -408,5 +414,8 @@ def test_counters_of_two_engines_are_added_up_and_subtracted():
     one = Counters(1, 2, 3, 4, 5, 10, 20, 6, (4.0, 2.0))
     assert one - replace(NOTHING) == one
     assert one - one == replace(NOTHING, accepted_by_position=(0.0, 0.0))
+    budget = replace(one, verified={"admitted": (5.0, 1.0)})
+    assert (budget - one).verified == {"admitted": (5.0, 1.0)}
+    assert (budget - budget).verified == {"admitted": (0.0, 0.0)}
     assert NOTHING.acceptance_length is None
     assert NOTHING.acceptance_by_position == ()
