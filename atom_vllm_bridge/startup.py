@@ -85,6 +85,7 @@ def table(
             else "none: paged state is exact"
         ),
         "speculation": _speculation(vllm_config),
+        "ranks": _ranks(vllm_config, model),
         "compilation": compilation.mode.name,
         "graph mode": compilation.cudagraph_mode.name,
         "batched tokens": str(scheduler.max_num_batched_tokens),
@@ -133,6 +134,17 @@ def _speculation(vllm_config: VllmConfig) -> str:
     trained = trained_length(speculative.draft_model_config.hf_config, method)
     same = "" if length == trained else "; drafts of another length are accepted less"
     return f"{method}, K = {length} (trained for {trained}{same})"
+
+
+def _ranks(vllm_config: VllmConfig, model: Any) -> str:
+    parallel, place = vllm_config.parallel_config, model.model.parallel
+    tensor, data = place.size, parallel.data_parallel_size
+    if tensor == data == 1:
+        return "1"
+    among = tensor * place.replicas
+    experts = model.config.n_routed_experts
+    split = f", {experts // among} of {experts} experts each" if among > 1 else ""
+    return f"{tensor} tensor-parallel · {data} data-parallel{split}"
 
 
 def _ops(providers: Mapping[str, str]) -> str:
