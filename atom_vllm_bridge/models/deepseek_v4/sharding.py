@@ -34,7 +34,8 @@ class Cut:
     ) -> None:
         self.to, self.shape = to, torch.Size(shape)
         self.dtype, self.device = to.dtype, to.device
-        self.rows, self.columns = rows, columns or range(self.shape[-1])
+        self.rows = rows
+        self.columns = range(self.shape[-1]) if columns is None else columns
         held = (len(self.rows), len(self.columns))[: len(shape)]
         if held != tuple(to.shape):
             raise ValueError(f"sharding: {held} of {shape} do not fit {to.shape}.")
