@@ -6,12 +6,15 @@ import os
 import pickle
 import socket
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 SECONDS = 400
 
 
+# Imported by a server that runs nothing itself, and is forked: a quick start, and no thread is lost.
+PRELOADED = ["engines", "vllm.entrypoints.llm", "numba"]
 # Engines that a job may build, one after another.
 MOST_ENGINES = 8
 
@@ -46,11 +49,16 @@ def _run(
     to.send_bytes(pickle.dumps(job(rank, *arguments)))
 
 
+def prepare() -> None:
+    """Begin to import what ranks need, beside what this process goes on with."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
 def two_ranks(job: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `job(rank, *arguments)`, a function of a module, returns on each rank."""
-    # A server that has imported vLLM and run nothing yet is forked: quick, and no thread is lost.
+    prepare()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["engines", "vllm.entrypoints.llm", "numba"])
     ports, pipes, processes = _free_ports(), [], []
     for rank in range(2):
         ours, theirs = context.Pipe(duplex=False)

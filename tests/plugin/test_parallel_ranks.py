@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from engines import difference, prompt, running
-from launched import two_ranks
+from launched import prepare, two_ranks
 
 # More take minutes: PARALLEL_REQUESTS=500 pytest tests/plugin/test_parallel_ranks.py
 REQUESTS = int(os.environ.get("PARALLEL_REQUESTS", "6"))
-TOKENS = 10
+TOKENS = 8
 OPTIONS: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 16,
@@ -91,6 +91,15 @@ def listen(engine) -> list[torch.Tensor]:
     return heard
 
 
+def experts_held(engine) -> tuple[int, str]:
+    """How many, and what the start-up table says of ranks."""
+    from atom_vllm_bridge import startup
+
+    runner = engine.runner
+    rows = startup.table(runner.vllm_config, engine.model, runner.kv_cache_config)
+    return engine.model.model.layers[0].ffn.w13.shape[0], dict(rows)["ranks"]
+
+
 def state(engine) -> list[torch.Tensor]:
     """All cache rows of the target and the draft."""
     context = engine.runner.vllm_config.compilation_config.static_forward_context
@@ -103,7 +112,7 @@ def tensor_parallel(rank, checkpoints, cases):
         with running(checkpoints[case.draft or "dspark"], **case.options()) as engine:
             heard = listen(engine) if case.draft == "dspark" else []
             answers = engine.generate(prompts(), max_tokens=TOKENS)
-            experts = engine.model.model.layers[0].ffn.w13.shape[0]
+            experts = experts_held(engine)
             heard = torch.cat(heard) if heard else None
             results.append((answers, counts(engine), experts, heard))
     return results
@@ -123,7 +132,7 @@ def data_parallel(rank, checkpoints, cases):
                 for one, two in zip(before, after, strict=True)
             ]
             again = engine.generate(halves[1] if rank else [], max_tokens=TOKENS)
-            experts = engine.model.model.layers[0].ffn.w13.shape[0]
+            experts = experts_held(engine)
             results.append((first, idle, again, kept, counts(engine), experts))
     return results
 
@@ -136,6 +145,7 @@ def checkpoints(agreeing_dspark, agreeing_mtp):
 @pytest.fixture(scope="module")
 def one_rank(checkpoints):
     """By draft: the answers, and what was drafted and accepted."""
+    prepare()
     found = {}
     for draft, checkpoint in checkpoints.items():
         with running(
@@ -161,8 +171,10 @@ def test_two_tensor_parallel_ranks_give_the_text_of_one(case, one_rank, tensor_r
     references, (drafted, accepted) = one_rank[case.draft or "dspark"]
     number = TENSOR.index(case)
     (answers, drafts, experts, _), (others, *_) = (r[number] for r in tensor_ranks)
-    # 8 of the checkpoint's experts.
-    assert experts == 4
+    assert experts == (
+        4,
+        "2 tensor-parallel · 1 data-parallel, 4 of 8 experts each",
+    )
     for reference, answer, other in zip(references, answers, others, strict=True):
         difference(reference, answer)
         assert answer.tokens == other.tokens
@@ -188,7 +200,9 @@ def test_data_parallel_ranks_give_the_text_of_one(case, one_rank, data_ranks):
     halves = references[::2], references[1::2]
     found = [results[DATA.index(case)] for results in data_ranks]
     for rank, (first, idle, again, _, drafts, experts) in enumerate(found):
-        assert experts == (4 if case.way == "expert" else 8)
+        ranks = "1 tensor-parallel · 2 data-parallel"
+        split = (4, f"{ranks}, 4 of 8 experts each")
+        assert experts == (split if case.way == "expert" else (8, ranks))
         assert len(idle) == len(halves[0]) * (rank == 0)
         assert len(again) == len(halves[1]) * (rank == 1)
         for answers in (first, idle, again):
