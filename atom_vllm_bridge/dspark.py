@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 
 from atom_vllm_bridge import step
 from atom_vllm_bridge import weights as checkpoint_weights
+from atom_vllm_bridge.distributed import parallel_of
 from atom_vllm_bridge.kv_cache import (
     WINDOW_BLOCK,
     CacheLayer,
@@ -55,6 +56,7 @@ class AtomDSparkDraftModel(nn.Module):
         codec = kv_codec(
             vllm_config.cache_config.cache_dtype, model_config.dtype, config
         )
+        ranks = speculative.draft_parallel_config.tensor_parallel_size
         self.block = speculative.num_speculative_tokens
         self.model = DSparkDraft(
             config,
@@ -64,6 +66,7 @@ class AtomDSparkDraftModel(nn.Module):
             dtype=model_config.dtype,
             device=vllm_config.device_config.device,
             kv_codec=codec,
+            parallel=parallel_of(vllm_config, ranks),
         )
         spec = draft_spec(window_cache(config, codec), rings_of(vllm_config, config))
         first = config.num_hidden_layers

@@ -111,6 +111,8 @@ def experts(
         return y.sum(1, dtype=torch.float32)
 
     fused_marlin_moe = importlib.import_module(_MARLIN).fused_marlin_moe
+    # Marlin counts all slots: those of experts that are not here take one that is, and weigh nothing.
+    missing = chosen >= w13.shape[0]
     return fused_marlin_moe(
         hidden_states=x.contiguous(),
         w1=first,
@@ -119,8 +121,8 @@ def experts(
         bias2=None,
         w1_scale=first_scale,
         w2_scale=second_scale,
-        topk_weights=weights,
-        topk_ids=chosen.int(),
+        topk_weights=weights.masked_fill(missing, 0.0),
+        topk_ids=chosen.masked_fill(missing, 0).int(),
         quant_type_id=scalar_types.float4_e2m1f.id,
         activation_func=gate,
         moe_sum=add,

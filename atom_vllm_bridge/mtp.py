@@ -9,6 +9,7 @@ from vllm.sequence import IntermediateTensors
 
 from atom_vllm_bridge import step
 from atom_vllm_bridge import weights as checkpoint_weights
+from atom_vllm_bridge.distributed import parallel_of
 from atom_vllm_bridge.kv_cache import CacheLayer, draft_spec, rings_of
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.mtp import MTPDraft
@@ -25,16 +26,19 @@ class AtomDeepseekV4MTP(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.vllm_config = vllm_config
-        model_config = vllm_config.speculative_config.draft_model_config
+        speculative = vllm_config.speculative_config
+        model_config = speculative.draft_model_config
         config = DeepseekV4Config.from_hf(model_config.hf_config.to_dict())
         codec = kv_codec(
             vllm_config.cache_config.cache_dtype, model_config.dtype, config
         )
+        ranks = speculative.draft_parallel_config.tensor_parallel_size
         self.model = MTPDraft(
             config,
             dtype=model_config.dtype,
             device=vllm_config.device_config.device,
             kv_codec=codec,
+            parallel=parallel_of(vllm_config, ranks),
         )
         self.streams = (config.hc_mult, config.hidden_size)
         self.window = CacheLayer(

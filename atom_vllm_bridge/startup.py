@@ -86,6 +86,7 @@ def table(
             else "none: paged state is exact"
         ),
         "speculation": _speculation(vllm_config),
+        "ranks": _ranks(vllm_config, model),
         "compilation": compilation.mode.name,
         # Adaptive verification names graphs on a CPU too, where nothing is captured.
         "graph mode": (
@@ -142,6 +143,17 @@ def _speculation(vllm_config: VllmConfig) -> str:
         else ""
     )
     return f"{method}, K = {length} (trained for {trained}{same}){split}"
+
+
+def _ranks(vllm_config: VllmConfig, model: Any) -> str:
+    parallel, place = vllm_config.parallel_config, model.model.parallel
+    tensor, data = place.size, parallel.data_parallel_size
+    if tensor == data == 1:
+        return "1"
+    among = tensor * place.replicas
+    experts = model.config.n_routed_experts
+    split = f", {experts // among} of {experts} experts each" if among > 1 else ""
+    return f"{tensor} tensor-parallel · {data} data-parallel{split}"
 
 
 def _ops(providers: Mapping[str, str]) -> str:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.models.interfaces import SupportsEagle3
 from vllm.sequence import IntermediateTensors
 
 from atom_vllm_bridge import engine_ops, step
 from atom_vllm_bridge import weights as checkpoint_weights
+from atom_vllm_bridge.distributed import parallel_of
 from atom_vllm_bridge.kv_cache import CacheLayer, cache_spec, rings_of
 from atom_vllm_bridge.model_state import AtomModelState
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
@@ -38,7 +40,11 @@ class AtomDeepseekV4ForCausalLM(nn.Module, SupportsEagle3):
         )
         device = vllm_config.device_config.device
         self.model = DeepseekV4Model(
-            self.config, dtype=model_config.dtype, device=device, kv_codec=codec
+            self.config,
+            dtype=model_config.dtype,
+            device=device,
+            kv_codec=codec,
+            parallel=parallel_of(vllm_config),
         )
         self.caches = nn.ModuleList()
         block_size = vllm_config.cache_config.block_size
@@ -139,10 +145,16 @@ class AtomDeepseekV4ForCausalLM(nn.Module, SupportsEagle3):
         token = torch.zeros(1, dtype=torch.int64)
         batch, cache = step.without_caches(token)
         state, plan = self._state(cache), self.model.plan(batch)
-        streams, _ = self.model(token, batch, state)
-        # Steps of more tokens run the ops one by one.
-        by_ops = registry.resolve_from("torch", "decoder_layers")
-        streams = by_ops(self.model.layers, streams, token, plan, state)
+        each = torch.ones(
+            self.vllm_config.parallel_config.data_parallel_size, dtype=torch.int32
+        )
+        with set_forward_context(
+            None, self.vllm_config, num_tokens=1, num_tokens_across_dp=each
+        ):
+            streams, _ = self.model(token, batch, state)
+            # Steps of more tokens run the ops one by one.
+            by_ops = registry.resolve_from("torch", "decoder_layers")
+            streams = by_ops(self.model.layers, streams, token, plan, state)
         self.model.logits(self.model.reduce(streams))
 
     def _state(self, cache: step.CacheOf) -> list[LayerState]:

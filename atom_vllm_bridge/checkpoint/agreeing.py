@@ -25,6 +25,7 @@ from atom_vllm_bridge.models.deepseek_v4.config import MOE, SLIDING, DeepseekV4C
 from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig, DSparkDraft
 from atom_vllm_bridge.models.deepseek_v4.local_state import LocalState
 from atom_vllm_bridge.models.deepseek_v4.model import DeepseekV4Model
+from atom_vllm_bridge.models.deepseek_v4.sharding import Elsewhere
 
 Read = Callable[[str], torch.Tensor]
 
@@ -117,6 +118,7 @@ def learn_markov_w2(config: Mapping[str, Any], read: Read) -> torch.Tensor:
     )
     for name, slot in (target.weight_slots() | draft.weight_slots()).items():
         if not name.endswith("markov_w2.weight"):
+            assert not isinstance(slot, Elsewhere)
             slot.copy_(read(name))
     tokens, said, taps = _listen(target, dspark)
     bias = _bias(target, draft, tokens, taps)

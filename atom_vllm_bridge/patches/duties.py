@@ -223,6 +223,14 @@ DUTIES = [
         used="atom_vllm_bridge.step:with_caches",
         test=f"{ASYNC}::test_an_idle_ranks_batch_leaves_caches_and_live_requests_alone",
     ),
+    Duty(
+        id="expert-exchange",
+        instead_of="CpuCommunicator",
+        what="On a CPU, gather the tokens of data-parallel ranks that share experts, of which each may have another number.",
+        hook=f"{PLATFORM}.get_device_communicator_cls",
+        used="atom_vllm_bridge.platforms.communicator:AtomCpuCommunicator",
+        test="tests/plugin/test_parallel_ranks.py::test_data_parallel_ranks_give_the_text_of_one",
+    ),
 ]
 
 for duty in DUTIES:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from atom_vllm_bridge import engine_ops, metrics
-from atom_vllm_bridge.models.deepseek_v4 import checkpoint
+from atom_vllm_bridge.models.deepseek_v4 import checkpoint, sharding
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
@@ -97,19 +97,16 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
             "Use a multiple of 128, or leave it out."
         )
     for name, size in (
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
         ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
     ):
         if size > 1:
             raise Refused(
-                f"{name} {size} is not supported: the native model runs on one rank. Use 1, or {own}."
+                f"{name} {size} is not supported: of the native model, layers are split by heads, experts and vocabulary, "
+                f"by --tensor-parallel-size and --enable-expert-parallel. Use 1, or {own}."
             )
-    if parallel.enable_expert_parallel:
-        raise Refused(
-            f"--enable-expert-parallel needs several ranks, and the native model runs on one. Drop it, or {own}."
-        )
+    _refuse_other_ways_of_experts(vllm_config)
     if model.quantization not in (None, CHECKPOINT_FORMAT):
         raise Refused(
             f"--quantization {model.quantization} would be ignored: the layout is read from the checkpoint's tensors. "
@@ -130,6 +127,38 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
         if given:
             raise Refused(
                 f"{name} is not supported with the native model. Drop it, or {own}."
+            )
+
+
+def _refuse_other_ways_of_experts(vllm_config: "VllmConfig") -> None:
+    parallel, default = vllm_config.parallel_config, "allgather_reducescatter"
+    for name, given in (
+        ("--enable-eplb", parallel.enable_eplb),
+        ("--enable-elastic-ep", parallel.enable_elastic_ep),
+    ):
+        if given:
+            raise Refused(
+                f"{name} is not supported: experts of the native model stay where they are. Drop it."
+            )
+    if not parallel.enable_expert_parallel:
+        return
+    if parallel.all2all_backend != default:
+        raise Refused(
+            f"--all2all-backend {parallel.all2all_backend} is not supported: the native model gathers tokens. "
+            f"Leave it out, or use {default}."
+        )
+    if parallel.expert_placement_strategy != "linear":
+        raise Refused(
+            f"--expert-placement-strategy {parallel.expert_placement_strategy} is not supported: experts lie in order. "
+            "Leave it out, or use linear."
+        )
+    speculative, size = vllm_config.speculative_config, parallel.tensor_parallel_size
+    if speculative is not None and size > 1:
+        of_draft = speculative.draft_parallel_config.tensor_parallel_size
+        if of_draft != size:
+            raise Refused(
+                f"draft_tensor_parallel_size {of_draft} is not supported with --enable-expert-parallel, whose experts are the "
+                "draft's too. Leave it out."
             )
 
 
@@ -207,14 +236,19 @@ def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
     Reads config.json and, of a checkpoint in a local directory, the headers of the shards.
 
     Raises:
-        Refused: a config that is not DeepSeek-V4's; a shard that is truncated; a tensor that is missing, left over, or of
+        Refused: a config that is not DeepSeek-V4's, or does not divide among the ranks; a shard that is truncated; a tensor that is missing, left over, or of
             a wrong shape or dtype.
     """
     model = vllm_config.model_config
     directory = Path(model.model)
     try:
         hf = model.hf_config.to_dict()
-        DeepseekV4Config.from_hf(hf)
+        parallel = vllm_config.parallel_config
+        sharding.check(
+            DeepseekV4Config.from_hf(hf),
+            parallel.tensor_parallel_size,
+            parallel.data_parallel_size if parallel.enable_expert_parallel else 1,
+        )
         if method_of(vllm_config) == "dspark":
             DSparkConfig.from_hf(hf)
         if (

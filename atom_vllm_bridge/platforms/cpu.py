@@ -142,12 +142,18 @@ class AtomCpuPlatform(AtomPlatform, CpuPlatform):
             cache.kv_cache_memory_bytes is None
             and cache.gpu_memory_utilization == default
         ):
-            size = min(4 * GIB, psutil.virtual_memory().available // 4)
+            parallel = vllm_config.parallel_config
+            here = parallel.world_size * max(1, parallel.data_parallel_size_local)
+            size = min(4 * GIB, psutil.virtual_memory().available // (4 * here))
             cache.kv_cache_memory_bytes = size
             logger.info(
                 "KV cache: %.1f GiB; choose with --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE.",
                 size / GIB,
             )
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "atom_vllm_bridge.platforms.communicator.AtomCpuCommunicator"
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:

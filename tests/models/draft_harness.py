@@ -14,6 +14,7 @@ from atom_vllm_bridge.checkpoint.make import make
 from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig, DSparkDraft
 from atom_vllm_bridge.models.deepseek_v4.loading import load
 from atom_vllm_bridge.models.deepseek_v4.mtp import MTPDraft
+from atom_vllm_bridge.models.deepseek_v4.parallel import ALONE, Parallel
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, BlockTable, Cache
 from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.models.quantization.kv_codecs import KVCodec, kv_codec
@@ -54,12 +55,14 @@ def filled(
     codec: KVCodec | None = None,
     ops: str = "",
     dtype: torch.dtype = torch.float32,
+    parallel: Parallel = ALONE,
 ) -> DSparkDraft | MTPDraft:
     """The draft with its weights.
 
     Args:
         codec: storage of rows; by default the values.
         ops: providers to prefer.
+        parallel: which part of it.
     """
     tensors, hf = plain(draft, window)
     config = config_of(checkpoint(draft, window))
@@ -67,6 +70,7 @@ def filled(
         "dtype": dtype,
         "device": "cpu",
         "kv_codec": codec or kv_codec("auto", dtype, config),
+        "parallel": parallel,
     }
     registry.configure(ops)
     try:

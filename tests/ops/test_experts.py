@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from atom_vllm_bridge.models.ops import panels
 from atom_vllm_bridge.models.ops.registry import providers_of, resolve_from
 
 SCALE, K, E, D, INNER = 1.5, 3, 8, 16, 24
@@ -89,6 +90,33 @@ def test_tokens_pass_through_their_experts(provider, tokens, limit, dtype):
     assert clamped > 0 if limit < 1 else clamped == 0 or limit == 10
     error = (got - want).norm() / want.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("provider", providers_of("experts"))
+def test_experts_that_are_elsewhere_count_nothing(provider, tokens, packed):
+    g = torch.Generator().manual_seed(tokens)
+    # As wide as whole panels.
+    d, inner, here = 32, 48, E // 2
+    x = torch.randn(tokens, d, generator=g)
+    w13 = torch.randn(E, d, 2 * inner, generator=g)
+    w2 = torch.randn(E, inner, d, generator=g)
+    chosen = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(tokens)])
+    # One token has no expert here, and for one rank there is none at all.
+    chosen[0] = torch.arange(K) + here
+    weights = torch.rand(tokens, K, generator=g)
+    op = resolve_from(provider, "experts")
+    whole, parts = op(x, chosen, weights, w13, w2, 10.0), []
+    for first in (0, here):
+        held = (chosen >= first) & (chosen < first + here)
+        local = torch.where(held, chosen - first, here)
+        own = [w[first : first + here] for w in (w13, w2)]
+        if packed:
+            own = [panels.cut(w) for w in own]
+        parts.append(op(x, local, weights, *own, 10.0))
+    assert not parts[0][0].any()
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("provider", providers_of("swiglu"))

@@ -164,6 +164,21 @@ def test_experts(size, formats, dtype):
 
 
 @runs
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_experts_that_are_elsewhere_count_nothing(tokens):
+    draw, (got, want) = Draw(), both("experts")
+    many, k, dim, inner = 3, 2, 40, 24
+    w13 = draw.kept(["mxfp4"], [2 * inner], dim, many)
+    w2 = draw.kept(["mxfp4"], [dim], inner, many)
+    x = draw(tokens, dim)
+    chosen, weights = routed(draw, tokens, 2 * many, k)
+    chosen[0] = many
+    arguments = chosen.clamp(max=many), weights, w13, w2, LIMIT
+    close(got(x, *arguments), want(x, *arguments), 2 * TOLERANCE[x.dtype])
+    assert not got(x, *arguments)[0].any()
+
+
+@runs
 @pytest.mark.parametrize(
     "tokens", [1, 700, pytest.param(8192, marks=gpu_only)], ids=str
 )

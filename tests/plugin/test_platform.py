@@ -159,7 +159,22 @@ def test_deepseek_v4_keeps_what_the_cpu_platform_switches_off(small_checkpoint):
         ({"dtype": "float16"}, "--dtype float16"),
         ({"block_size": 64}, "--block-size 64"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+        ({"tensor_parallel_size": 4}, "o_groups = 2, of 4 heads"),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "--decode-context-parallel-size 2",
+        ),
+        (
+            {"enable_expert_parallel": True, "all2all_backend": "deepep_low_latency"},
+            "--all2all-backend deepep_low_latency",
+        ),
+        (
+            {
+                "enable_expert_parallel": True,
+                "expert_placement_strategy": "round_robin",
+            },
+            "--expert-placement-strategy round_robin",
+        ),
         (
             {
                 "speculative_config": {
@@ -189,6 +204,30 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(
     assert line.startswith("atom-vllm-bridge: ")
     assert named in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["enable_eplb", "enable_elastic_ep"])
+def test_experts_that_move_are_refused(small_checkpoint, monkeypatch, name):
+    """vLLM lets them through on GPUs alone."""
+    from atom_vllm_bridge.platforms.base import refuse_what_cannot_be_honoured
+
+    config = configuration(small_checkpoint)
+    refuse_what_cannot_be_honoured(config)
+    monkeypatch.setattr(config.parallel_config, name, True)
+    with pytest.raises(Refused, match=f"--{name.replace('_', '-')} ") as refused:
+        refuse_what_cannot_be_honoured(config)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_whole_draft_beside_split_experts_is_refused(small_dspark):
+    with pytest.raises(Refused, match="draft_tensor_parallel_size 1") as refused:
+        configuration(
+            small_dspark,
+            tensor_parallel_size=2,
+            enable_expert_parallel=True,
+            speculative_config={"method": "dspark", "draft_tensor_parallel_size": 1},
+        )
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("method", ["dspark", "mtp"])

@@ -12,8 +12,10 @@ from atom_vllm_bridge.models.deepseek_v4.compressor import Compressor
 from atom_vllm_bridge.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.indexer import Indexer
 from atom_vllm_bridge.models.deepseek_v4.packing import Packable, Slot, rows
+from atom_vllm_bridge.models.deepseek_v4.parallel import ALONE, Parallel
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan
 from atom_vllm_bridge.models.deepseek_v4.ring import roll_up, unrolled
+from atom_vllm_bridge.models.deepseek_v4.sharding import cut, share
 from atom_vllm_bridge.models.deepseek_v4.state import Cache, LayerState
 from atom_vllm_bridge.models.ops import panels
 from atom_vllm_bridge.models.ops.registry import resolve
@@ -33,6 +35,7 @@ class Attention(Packable):
         layer_type: one of config.py's three.
         codec: storage of cache rows.
         dtype: of weights and activations.
+        parallel: its rank has an equal part of the heads, in whole groups.
     """
 
     by_input = ("w_in", "wq_b", "wo_b")
@@ -46,13 +49,16 @@ class Attention(Packable):
         codec: KVCodec,
         dtype: torch.dtype,
         device: torch.device,
+        parallel: Parallel = ALONE,
     ) -> None:
         super().__init__()
+        self.parallel = parallel
         self.layer_type, self.codec = layer_type, codec
         self.window = config.sliding_window
         self.norm_eps = config.rms_norm_eps
-        self.num_heads, self.dim = config.num_attention_heads, config.head_dim
-        self.groups, self.q_rank = config.o_groups, config.q_lora_rank
+        self.num_heads = config.num_attention_heads // parallel.size
+        self.dim, self.q_rank = config.head_dim, config.q_lora_rank
+        self.groups = config.o_groups // parallel.size
         self.scale, self.hidden = self.dim**-0.5, config.hidden_size
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
@@ -105,7 +111,7 @@ class Attention(Packable):
         self.grouped_output_projection = resolve("grouped_output_projection", device)
 
     def forward(self, x: torch.Tensor, plan: Plan, state: LayerState) -> torch.Tensor:
-        """[T, d] → [T, d]; writes this step's rows, then attends to the caches."""
+        """[T, d] → [T, d], on every rank; writes this step's rows, then attends to the caches."""
         inputs = self.project(x)
         rotation = plan.rotation(self.layer_type)
         window = unrolled(state.window, plan.batch, self.gather_rows)
@@ -132,7 +138,8 @@ class Attention(Packable):
         # Queries are what a prefill needs most memory for: they come last, and nothing here holds them or their inputs on.
         del inputs
         o = self.attend(self.query(low, rotation), plan, window, compressed, selected)
-        return self.output(o, rotation, x.dtype)
+        y = self.output(o, rotation, x.dtype)
+        return y if self.parallel.size == 1 else self.parallel.all_reduce(y)
 
     def project(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """[T, d] → everything that reads x, by the names of `columns`."""
@@ -204,7 +211,7 @@ class Attention(Packable):
     def output(
         self, o: torch.Tensor, rotation: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Rotate back and project: [T, H, D] float32 → [T, d] in `dtype`."""
+        """Rotate back and project: [T, H, D] float32 → [T, d] in `dtype`, of the rank's heads."""
         o = self.inverse_rope(o, rotation).to(dtype)
         y = self.grouped_output_projection(o, self.wo_a, self.wo_b)
         return y[:, : self.hidden]
@@ -216,20 +223,41 @@ class Attention(Packable):
         for name, width in self.columns.items():
             at[name], first = first, first + width
         kv_end = at["kv"] + self.dim
-        wo_a = self.wo_a
+        rank, size = self.parallel.rank, self.parallel.size
+        wo_a, low = self.wo_a, self.wo_b.shape[-2]
+        grouped, width = low // self.groups, self.query_rows // self.groups
+
+        def mine(count: int) -> tuple[int, range]:
+            """What all ranks have, for one that has `count`; and its part."""
+            return size * count, share(size * count, rank, size)
+
+        query_rows, my_rows = mine(self.query_rows)
+        heads, my_heads = mine(self.num_heads)
+        lows, my_lows = mine(low)
         slots: dict[str, Slot] = {
             "wq_a.weight": rows(self.w_in, 0, self.q_rank),
             "q_norm.weight": self.q_norm.data,
-            "wq_b.weight": rows(self.wq_b, 0, self.query_rows),
+            "wq_b.weight": cut(
+                rows(self.wq_b, 0, self.query_rows), (query_rows, self.q_rank), my_rows
+            ),
             "wkv.weight": rows(self.w_in, at["kv"], kv_end),
             "kv_norm.weight": self.kv_norm.data,
-            "attn_sink": self.sink.data,
-            "wo_a.weight": (
-                wo_a.rows(0, self.groups * wo_a.outputs)
-                if isinstance(wo_a, Kept)
-                else wo_a.data.flatten(0, 1)
+            "attn_sink": cut(self.sink.data, (heads,), my_heads),
+            "wo_a.weight": cut(
+                (
+                    wo_a.rows(0, self.groups * grouped)
+                    if isinstance(wo_a, Kept)
+                    else wo_a.data.flatten(0, 1)
+                ),
+                (lows, width),
+                my_lows,
             ),
-            "wo_b.weight": rows(self.wo_b),
+            "wo_b.weight": cut(
+                rows(self.wo_b),
+                (self.hidden, lows),
+                range(self.hidden),
+                my_lows,
+            ),
         }
         if self.compressor is not None:
             slots |= self._compressor_slots(

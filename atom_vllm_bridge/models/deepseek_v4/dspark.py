@@ -20,8 +20,10 @@ from atom_vllm_bridge.models.deepseek_v4.config import MOE, SLIDING, DeepseekV4C
 from atom_vllm_bridge.models.deepseek_v4.hyper_connections import HyperHead
 from atom_vllm_bridge.models.deepseek_v4.model import Block
 from atom_vllm_bridge.models.deepseek_v4.packing import Slot, rows
+from atom_vllm_bridge.models.deepseek_v4.parallel import ALONE, Parallel
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan, Tiles
 from atom_vllm_bridge.models.deepseek_v4.rope import frequencies, rotations
+from atom_vllm_bridge.models.deepseek_v4.sharding import check
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, Cache, LayerState
 from atom_vllm_bridge.models.ops.registry import resolve
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
@@ -130,6 +132,10 @@ class DSparkDraft(nn.Module):
         confidence: whether it has a confidence head.
         dtype: of weights and activations; hyper-connections, norms, gates and the confidence head are float32.
         kv_codec: storage of the window's rows.
+        parallel: which part of a decoder layer this has; all else is whole on every rank.
+
+    Raises:
+        ValueError: the layer does not divide among so many ranks.
     """
 
     def __init__(
@@ -142,15 +148,18 @@ class DSparkDraft(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         kv_codec: KVCodec,
+        parallel: Parallel = ALONE,
     ) -> None:
         super().__init__()
+        check(config, parallel.size, parallel.replicas)
         device = torch.device(device)
         self.config, self.dspark = config, dspark
         d, rank = config.hidden_size, dspark.markov_rank
         kind = {"dtype": dtype, "device": device}
         fp32 = {"dtype": torch.float32, "device": device}
         self.stages = nn.ModuleList(
-            Block(config, SLIDING, MOE, kv_codec, dtype, device) for _ in range(stages)
+            Block(config, SLIDING, MOE, kv_codec, dtype, device, parallel)
+            for _ in range(stages)
         )
         taps = len(dspark.target_layer_ids) * d
         self.main_proj = resolve("hold", device)([d], taps, **kind)

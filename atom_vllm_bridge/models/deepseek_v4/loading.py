@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from tqdm import tqdm
 
 from atom_vllm_bridge.models.deepseek_v4.checkpoint import CheckpointError
-from atom_vllm_bridge.models.deepseek_v4.packing import Slot
+from atom_vllm_bridge.models.deepseek_v4.packing import Slot, Whole
+from atom_vllm_bridge.models.deepseek_v4.sharding import Cut, Elsewhere
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards, place_tensors
 from atom_vllm_bridge.models.quantization import block_fp8, mxfp4
 from atom_vllm_bridge.models.quantization.kept import Part
@@ -46,6 +48,8 @@ _PACKED = (torch.int8, torch.uint8)
 _SCALES = (torch.float8_e8m0fnu, torch.float32)
 
 
+Held: TypeAlias = Whole | Cut
+
 _UNSCALED = "is left over: its weight is not quantised"
 
 
@@ -58,12 +62,14 @@ class LoadReport:
         tensors: tensors used; a quantised weight and its scale are two.
         nbytes: bytes of those tensors as stored.
         ignored: names that the caller asked to leave out.
+        elsewhere: names that came and are another rank's.
     """
 
     filled: int = 0
     tensors: int = 0
     nbytes: int = 0
     ignored: list[str] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
 
 
 def load(
@@ -83,7 +89,8 @@ def load(
 
     Args:
         slots: checkpoint name → destination, in the logical (dequantised) shape. Values
-            are converted to its dtype; a `Part` keeps those that are quantised.
+            are converted to its dtype; a `Part` keeps those that are quantised, a `Cut` takes
+            its part of them, and what is `Elsewhere` need not come.
         tensors: (name, tensor) in any order; one at a time is held, and the halves of
             pairs that are not complete.
         ignore: names to leave out, counted in the report.
@@ -168,7 +175,11 @@ class _Loading:
         slots: Mapping[str, Slot],
         where: Callable[[str], str | None] | None,
     ):
-        self.slots = slots
+        others = {n for n, slot in slots.items() if isinstance(slot, Elsewhere)}
+        self.elsewhere = others | set(map(_scale_name, others))
+        self.slots: dict[str, Held] = {
+            n: slot for n, slot in slots.items() if not isinstance(slot, Elsewhere)
+        }
         self.where = where
         self.report = LoadReport()
         self.problems: list[str] = []
@@ -183,7 +194,9 @@ class _Loading:
             self.fault(name, "came twice, expected once")
             return
         self.seen.add(name)
-        if name in self.slots:
+        if name in self.elsewhere:
+            self.report.elsewhere.append(name)
+        elif name in self.slots:
             self.take_weight(name, tensor)
         elif name.endswith(".scale") and _weight_name(name) in self.slots:
             weight = _weight_name(name)
@@ -269,7 +282,7 @@ class _Loading:
                 if weight.dtype == torch.float8_e4m3fn
                 else mxfp4.dequantize
             )
-            if isinstance(slot, Part):
+            if isinstance(slot, Part | Cut):
                 slot.keep(weight, scale)
             else:
                 device = slot.device
@@ -324,7 +337,7 @@ def _scale_name(weight: str) -> str:
     return weight.removesuffix(".weight") + ".scale"
 
 
-def _shape(tensor: Slot) -> str:
+def _shape(tensor: Held) -> str:
     return str(list(tensor.shape))
 
 

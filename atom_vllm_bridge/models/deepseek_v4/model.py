@@ -21,10 +21,12 @@ from atom_vllm_bridge.models.deepseek_v4.hyper_connections import (
 )
 from atom_vllm_bridge.models.deepseek_v4.moe import MixtureOfExperts
 from atom_vllm_bridge.models.deepseek_v4.packing import Packable, Slot
+from atom_vllm_bridge.models.deepseek_v4.parallel import ALONE, Parallel
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan
 from atom_vllm_bridge.models.deepseek_v4.rope import frequencies
+from atom_vllm_bridge.models.deepseek_v4.sharding import check, cut, vocabulary_of
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, LayerState
-from atom_vllm_bridge.models.ops.registry import resolve
+from atom_vllm_bridge.models.ops.registry import Op, resolve, resolve_from
 from atom_vllm_bridge.models.quantization.kv_codecs import KVCodec, kv_codec
 
 
@@ -36,6 +38,7 @@ class Block(nn.Module):
         layer_type, mlp_type: kinds of attention and of feed-forward, as config.py names them.
         codec: storage of cache rows.
         dtype: of weights and activations.
+        parallel: which part of its weights it has.
     """
 
     def __init__(
@@ -46,17 +49,18 @@ class Block(nn.Module):
         codec: KVCodec,
         dtype: torch.dtype,
         device: torch.device,
+        parallel: Parallel = ALONE,
     ) -> None:
         super().__init__()
         fp32 = {"dtype": torch.float32, "device": device}
         ratio = RATIO_OF_LAYER_TYPE[layer_type]
         self.hc_attn = HyperConnection(config, device)
         self.attn_norm = nn.Parameter(torch.empty(config.hidden_size, **fp32))
-        self.attn = Attention(config, layer_type, ratio, codec, dtype, device)
+        self.attn = Attention(config, layer_type, ratio, codec, dtype, device, parallel)
         self.hc_ffn = HyperConnection(config, device)
         self.ffn_norm = nn.Parameter(torch.empty(config.hidden_size, **fp32))
-        self.ffn = MixtureOfExperts(config, mlp_type, dtype, device)
-        self.decoder_layers = resolve("decoder_layers", device)
+        self.ffn = MixtureOfExperts(config, mlp_type, dtype, device, parallel)
+        self.decoder_layers = _decoder_layers(device, parallel)
 
     def forward(
         self,
@@ -91,6 +95,10 @@ class DeepseekV4Model(Packable):
             float32.
         device: where.
         kv_codec: storage of cache rows; by default the values in `dtype`.
+        parallel: which part of the model this is (sharding.py), and how it reaches the others.
+
+    Raises:
+        ValueError: the model does not divide among so many ranks.
     """
 
     by_input = ("head",)
@@ -102,17 +110,21 @@ class DeepseekV4Model(Packable):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         kv_codec: KVCodec | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
         super().__init__()
+        check(config, parallel.size, parallel.replicas)
         device = torch.device(device)
+        self.parallel = parallel
+        self.vocabulary, vocabulary_rows = vocabulary_of(config, parallel)
+        # Rows of nobody's are multiplied with, too.
+        make = torch.empty if len(self.vocabulary) == vocabulary_rows else torch.zeros
         self.config, self.dtype = config, dtype
         self.codec = kv_codec or _default_codec(config, dtype)
         kind = {"dtype": dtype, "device": device}
-        self.embed = nn.Parameter(
-            torch.empty(config.vocab_size, config.hidden_size, **kind)
-        )
+        self.embed = nn.Parameter(make(vocabulary_rows, config.hidden_size, **kind))
         self.layers = nn.ModuleList(
-            Block(config, layer_type, mlp_type, self.codec, dtype, device)
+            Block(config, layer_type, mlp_type, self.codec, dtype, device, parallel)
             for layer_type, mlp_type in zip(
                 config.layer_types, config.mlp_layer_types, strict=True
             )
@@ -124,11 +136,9 @@ class DeepseekV4Model(Packable):
         self.head = (
             None
             if config.tie_word_embeddings
-            else nn.Parameter(
-                torch.empty(config.hidden_size, config.vocab_size, **kind)
-            )
+            else nn.Parameter(make(config.hidden_size, vocabulary_rows, **kind))
         )
-        self.decoder_layers = resolve("decoder_layers", device)
+        self.decoder_layers = _decoder_layers(device, parallel)
         self.linear = resolve("linear", device)
         self.rms_norm = resolve("rms_norm", device)
         for name, compressed in (("theta", False), ("compress_theta", True)):
@@ -138,7 +148,13 @@ class DeepseekV4Model(Packable):
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] ids → [T, d]; a negative id, a placeholder of the engine's, is embedded as 0."""
-        return F.embedding(input_ids.clamp(min=0), self.embed)
+        ids = input_ids.clamp(min=0)
+        if self.parallel.size == 1:
+            return F.embedding(ids, self.embed)
+        first, end = self.vocabulary.start, self.vocabulary.stop
+        others = (ids < first) | (ids >= end)
+        mine = F.embedding((ids - first).masked_fill(others, 0), self.embed)
+        return self.parallel.all_reduce(mine.masked_fill(others.unsqueeze(-1), 0.0))
 
     def plan(self, batch: Batch) -> Plan:
         """What all layers of a step share."""
@@ -185,7 +201,10 @@ class DeepseekV4Model(Packable):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, d] → [T, V] float32."""
         head = self.embed.mT if self.head is None else self.head
-        return self.linear(hidden, head)[:, : self.config.vocab_size].float()
+        logits = self.linear(hidden, head)[:, : self.embed.shape[0]]
+        if self.parallel.size > 1:
+            logits = self.parallel.all_gather(logits)[:, : self.config.vocab_size]
+        return logits.float()
 
     def weight_slots(self) -> dict[str, Slot]:
         """Every tensor that the checkpoint publishes for the target → the memory it is copied to.
@@ -193,18 +212,27 @@ class DeepseekV4Model(Packable):
         Slots are views into fused or stacked parameters, with the shape of the unquantised tensor.
         """
         self.unpack()
+        mine = self.vocabulary
+        whole = (self.config.vocab_size, self.config.hidden_size)
         slots: dict[str, Slot] = {
-            "embed.weight": self.embed.data,
+            "embed.weight": cut(self.embed.data[: len(mine)], whole, mine),
             "norm.weight": self.norm.data,
         }
         if self.head is not None:
-            slots["head.weight"] = self.head.data.mT
+            slots["head.weight"] = cut(self.head.data.mT[: len(mine)], whole, mine)
         head = self.hc_head.weight_slots()
         slots |= {f"hc_head_{name}": slot for name, slot in head.items()}
         for i, layer in enumerate(self.layers):
             inner = layer.weight_slots()
             slots |= {f"layers.{i}.{name}": slot for name, slot in inner.items()}
         return slots
+
+
+def _decoder_layers(device: torch.device, parallel: Parallel) -> Op:
+    """Layers as the device runs them best; those of several ranks op by op, for what is compiled as one cannot wait for another."""
+    if parallel.alone:
+        return resolve("decoder_layers", device)
+    return resolve_from("torch", "decoder_layers")
 
 
 def _default_codec(config: DeepseekV4Config, dtype: torch.dtype) -> KVCodec:

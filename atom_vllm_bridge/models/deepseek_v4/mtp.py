@@ -14,8 +14,10 @@ from atom_vllm_bridge.models.deepseek_v4.config import MOE, SLIDING, DeepseekV4C
 from atom_vllm_bridge.models.deepseek_v4.hyper_connections import HyperHead
 from atom_vllm_bridge.models.deepseek_v4.model import Block
 from atom_vllm_bridge.models.deepseek_v4.packing import Slot, rows
+from atom_vllm_bridge.models.deepseek_v4.parallel import ALONE, Parallel
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan
 from atom_vllm_bridge.models.deepseek_v4.rope import frequencies
+from atom_vllm_bridge.models.deepseek_v4.sharding import check
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, Cache, LayerState
 from atom_vllm_bridge.models.ops.registry import resolve
 from atom_vllm_bridge.models.quantization.kv_codecs import KVCodec
@@ -30,6 +32,10 @@ class MTPDraft(nn.Module):
         config: the target's dimensions, which the layer shares.
         dtype: of weights and activations; hyper-connections, norms and gates are float32.
         kv_codec: storage of the window's rows.
+        parallel: which part of a decoder layer this has; all else is whole on every rank.
+
+    Raises:
+        ValueError: the layer does not divide among so many ranks.
     """
 
     def __init__(
@@ -39,8 +45,10 @@ class MTPDraft(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         kv_codec: KVCodec,
+        parallel: Parallel = ALONE,
     ) -> None:
         super().__init__()
+        check(config, parallel.size, parallel.replicas)
         device = torch.device(device)
         self.config = config
         d = config.hidden_size
@@ -50,7 +58,7 @@ class MTPDraft(nn.Module):
         self.hnorm = nn.Parameter(torch.empty(d, **fp32))
         hold = resolve("hold", device)
         self.e_proj, self.h_proj = hold([d], d, **kind), hold([d], d, **kind)
-        self.block = Block(config, SLIDING, MOE, kv_codec, dtype, device)
+        self.block = Block(config, SLIDING, MOE, kv_codec, dtype, device, parallel)
         self.hc_head = HyperHead(config, device)
         self.norm = nn.Parameter(torch.empty(d, **fp32))
         self.linear = resolve("linear", device)

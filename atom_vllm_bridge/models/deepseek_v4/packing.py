@@ -5,12 +5,15 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import nn
 
+from atom_vllm_bridge.models.deepseek_v4.sharding import Cut, Elsewhere
 from atom_vllm_bridge.models.ops import panels
 from atom_vllm_bridge.models.ops.registry import resolve
 from atom_vllm_bridge.models.quantization.kept import Kept, Part
 
-# What a matrix of a checkpoint is copied to.
-Slot: TypeAlias = torch.Tensor | Part
+# What a matrix of a checkpoint is copied to: memory for all of it,
+Whole: TypeAlias = torch.Tensor | Part
+# or for a part, or none.
+Slot: TypeAlias = Whole | Cut | Elsewhere
 
 
 class Packable(nn.Module):
@@ -50,7 +53,7 @@ class Packable(nn.Module):
 
 def rows(
     w: nn.Parameter | Kept, first: int = 0, end: int | None = None, number: int = 0
-) -> Slot:
+) -> Whole:
     """Outputs `first` … `end` − 1 of a matrix stored input by input, [r, a]; of several, of that of this number."""
     if isinstance(w, Kept):
         end = w.outputs if end is None else end

@@ -17,9 +17,12 @@ from atom_vllm_bridge.models.ops.torch import experts as reference
 
 @compiled()
 def by_expert(chosen, many, order, start):
-    """Sort slots (token · k + place) by expert; expert number n of those hit has order[start[n] : start[n + 1]]. Returns their count."""
+    """Sort slots (token · k + place) by expert; expert number n of those hit has order[start[n] : start[n + 1]]. Returns their count.
+
+    Slots of expert `many`, which is not here, come in none.
+    """
     slots, count = chosen.size, 0
-    end = np.zeros(many + 1, np.int64)
+    end = np.zeros(many + 2, np.int64)
     for s in range(slots):
         end[chosen[s] + 1] += 1
     for e in range(many):
@@ -27,7 +30,7 @@ def by_expert(chosen, many, order, start):
             start[count] = end[e]
             count += 1
         end[e + 1] += end[e]
-    start[count] = slots
+    start[count] = end[many]
     for s in range(slots):
         order[end[chosen[s]]] = s
         end[chosen[s]] += 1
@@ -131,7 +134,8 @@ def experts(
     )
     order, start = chosen.new_empty(tokens * k), chosen.new_empty(tokens * k + 1)
     hits = by_expert(chosen.view(-1).numpy(), many, order.numpy(), start.numpy())
-    out = x.new_empty(tokens, k, d)
+    here = int(start[hits])
+    out = (x.new_empty if here == tokens * k else x.new_zeros)(tokens, k, d)
     bodies[w13.dtype].run(
         hits,
         tokens,

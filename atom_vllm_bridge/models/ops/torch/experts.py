@@ -25,7 +25,7 @@ def experts(
 
     Args:
         x: [T, d].
-        chosen: [T, k] int64.
+        chosen: [T, k] int64; E: an expert that is not here, and counts nothing.
         weights: [T, k] float32.
         w13: [E, d, 2 · I], for each input the gate's weights beside up's; or the panels of that (ops/panels.py), or as a GPU
             keeps them (quantization/kept.py).
@@ -47,7 +47,8 @@ def experts(
     few = len(expert) <= w13.shape[0]
     product = _bags if few or _may_not_wait(x) else _groups
     hidden = swiglu(product(rows, expert, w13), limit)
-    sorted_y = product(hidden, expert, w2)
+    missing = (expert == w13.shape[0]).unsqueeze(1)
+    sorted_y = product(hidden, expert, w2).masked_fill(missing, 0.0)
     y = torch.empty_like(sorted_y).index_copy_(0, order, sorted_y)
     return torch.bmm(weights.unsqueeze(1), y.view(tokens, k, -1).float()).squeeze(1)
 
@@ -67,8 +68,9 @@ def _may_not_wait(x: torch.Tensor) -> bool:
 def _bags(
     x: torch.Tensor, expert: torch.Tensor, matrices: torch.Tensor
 ) -> torch.Tensor:
-    """x [M, a], expert [M], matrices [E, a, b] → [M, b]: row m times matrix expert[m]."""
-    inputs = matrices.shape[1]
+    """x [M, a], expert [M], matrices [E, a, b] → [M, b]: row m times matrix expert[m]; anything for an expert that is not here."""
+    many, inputs, _ = matrices.shape
+    expert = expert.clamp(max=many - 1)
     row = torch.arange(inputs, device=x.device) + (expert * inputs).unsqueeze(1)
     return F.embedding_bag(
         row, matrices.flatten(0, 1), per_sample_weights=x, mode="sum"

@@ -91,13 +91,13 @@ class Sorted:
 
 
 def sort(chosen: torch.Tensor, experts: int, rows: int) -> Sorted:
-    """Sort slots [T, k] int64 into tiles of `rows`."""
+    """Sort slots [T, k] int64, contiguous, into tiles of `rows`; those of expert `experts` into none."""
     slots = chosen.numel()
     most = min(experts, slots) + slots // rows
     kind = {"dtype": torch.int32, "device": chosen.device}
     order, tiles = torch.empty(slots, **kind), torch.empty((most, 3), **kind)
     _sort[(experts,)](
-        chosen.contiguous(),
+        chosen,
         order,
         tiles,
         slots,
@@ -190,15 +190,16 @@ def _product(
 
 
 @triton.jit
-def _add(y, weights, out, k, dim, BLOCK: tl.constexpr):
-    """A token's slots, weighed."""
+def _add(y, chosen, weights, out, k, dim, many, BLOCK: tl.constexpr):
+    """A token's slots, weighed; those of experts that are not here have no row."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < dim
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in range(k):
+        width = tl.where(tl.load(chosen + token * k + slot) < many, dim, 0)
         at = y + (token * k + slot) * dim + column
-        value = tl.load(at, mask=live, other=0.0).to(tl.float32)
+        value = tl.load(at, mask=column < width, other=0.0).to(tl.float32)
         total += tl.load(weights + token * k + slot) * value
     tl.store(out + token * dim + column, total, mask=live)
 
@@ -261,6 +262,7 @@ def experts(
     each = 1 if x.dtype == torch.float32 else triton.cdiv(slots, many)
     _, rows, *rest = next(h for h in HINTS if each <= h[0])
     block_n, warps, stages = rest
+    chosen = chosen.contiguous()
     by_expert = sort(chosen, many, rows)
     gated = x.new_empty(slots, inner)
     _multiply(x.contiguous(), w13, by_expert, gated, k, limit, (block_n, warps, stages))
@@ -268,6 +270,6 @@ def experts(
     _multiply(gated, w2, by_expert, y, k, None, (block_n, warps, stages))
     block = min(1024, triton.next_power_of_2(dim))
     _add[(tokens, triton.cdiv(dim, block))](
-        y, weights.contiguous(), out, k, dim, BLOCK=block
+        y, chosen, weights.contiguous(), out, k, dim, many, BLOCK=block
     )
     return out

@@ -1,0 +1,220 @@
+"""Two ranks, tensor-, data- or expert-parallel, give the text of one, and draft as one does."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from engines import difference, prompt, running
+from launched import prepare, two_ranks
+
+# More take minutes: PARALLEL_REQUESTS=500 pytest tests/plugin/test_parallel_ranks.py
+REQUESTS = int(os.environ.get("PARALLEL_REQUESTS", "6"))
+TOKENS = 8
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 1 << 26,
+}
+
+
+def prompts() -> list[list[int]]:
+    return [prompt(3 + 29 * i % 211, seed=i, vocabulary=512) for i in range(REQUESTS)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How two ranks share the work.
+
+    Attributes:
+        way: "tensor", "data" or "expert" (the ranks are data-parallel, the experts split between them).
+        draft: "dspark", "mtp" or None.
+        layout: of the state.
+        whole_draft: tensor-parallel ranks have all of the draft each.
+    """
+
+    way: str
+    draft: str | None = None
+    layout: str = "paged"
+    whole_draft: bool = False
+
+    def options(self) -> dict[str, Any]:
+        speculative = None
+        if self.draft:
+            speculative = {"method": self.draft}
+            if self.whole_draft:
+                speculative["draft_tensor_parallel_size"] = 1
+        size = "tensor_parallel_size" if self.way == "tensor" else "data_parallel_size"
+        return {
+            **OPTIONS,
+            "distributed_executor_backend": "external_launcher",
+            size: 2,
+            # Ranks of vLLM's offline engine meet once a step; a step that only waits for an earlier one would miss the others.
+            "async_scheduling": self.way == "tensor",
+            "enable_expert_parallel": self.way == "expert",
+            "speculative_config": speculative,
+            "additional_config": {"atom": {"state_layout": self.layout}},
+        }
+
+
+TENSOR = [
+    Case("tensor"),
+    Case("tensor", "dspark"),
+    Case("tensor", "mtp", "ring"),
+    Case("tensor", "dspark", whole_draft=True),
+]
+DATA = [
+    Case("data", "dspark", "ring"),
+    Case("expert"),
+    Case("expert", "dspark"),
+]
+
+
+def counts(engine) -> tuple[float, float]:
+    """Drafted and accepted tokens."""
+    name = "vllm:spec_decode_num_{}_tokens"
+    return tuple(engine.counter(name.format(kind)) for kind in ("draft", "accepted"))
+
+
+def listen(engine) -> list[torch.Tensor]:
+    """The confidence in every draft from now on, whatever is drafted."""
+    draft, heard = engine.runner.speculator.model, []
+    ask = draft.compute_draft_logits
+
+    def asked(hidden):
+        tokens = torch.arange(len(hidden), device=hidden.device)
+        heard.append(draft.compute_confidence(hidden, draft.markov_embed(tokens)))
+        return ask(hidden)
+
+    draft.compute_draft_logits = asked
+    return heard
+
+
+def experts_held(engine) -> tuple[int, str]:
+    """How many, and what the start-up table says of ranks."""
+    from atom_vllm_bridge import startup
+
+    runner = engine.runner
+    rows = startup.table(runner.vllm_config, engine.model, runner.kv_cache_config)
+    return engine.model.model.layers[0].ffn.w13.shape[0], dict(rows)["ranks"]
+
+
+def state(engine) -> list[torch.Tensor]:
+    """All cache rows of the target and the draft."""
+    context = engine.runner.vllm_config.compilation_config.static_forward_context
+    return [layer.kv_cache.clone() for layer in context.values()]
+
+
+def tensor_parallel(rank, checkpoints, cases):
+    results = []
+    for case in cases:
+        with running(checkpoints[case.draft or "dspark"], **case.options()) as engine:
+            heard = listen(engine) if case.draft == "dspark" else []
+            answers = engine.generate(prompts(), max_tokens=TOKENS)
+            experts = experts_held(engine)
+            heard = torch.cat(heard) if heard else None
+            results.append((answers, counts(engine), experts, heard))
+    return results
+
+
+def data_parallel(rank, checkpoints, cases):
+    """First rank 0 is busy and rank 1 idle; then both are busy with other halves; then rank 1, which hits what it has seen."""
+    results, halves = [], (prompts()[::2], prompts()[1::2])
+    for case in cases:
+        with running(checkpoints[case.draft or "dspark"], **case.options()) as engine:
+            first = engine.generate(halves[rank], max_tokens=TOKENS)
+            before = state(engine)
+            idle = engine.generate(halves[0] if rank == 0 else [], max_tokens=TOKENS)
+            after = state(engine)
+            kept = [
+                torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+                for one, two in zip(before, after, strict=True)
+            ]
+            again = engine.generate(halves[1] if rank else [], max_tokens=TOKENS)
+            experts = experts_held(engine)
+            results.append((first, idle, again, kept, counts(engine), experts))
+    return results
+
+
+@pytest.fixture(scope="module")
+def checkpoints(agreeing_dspark, agreeing_mtp):
+    return {"dspark": agreeing_dspark, "mtp": agreeing_mtp}
+
+
+@pytest.fixture(scope="module")
+def one_rank(checkpoints):
+    """By draft: the answers, and what was drafted and accepted."""
+    prepare()
+    found = {}
+    for draft, checkpoint in checkpoints.items():
+        with running(
+            checkpoint, speculative_config={"method": draft}, **OPTIONS
+        ) as engine:
+            answers = engine.generate(prompts(), max_tokens=TOKENS)
+            found[draft] = answers, counts(engine)
+    return found
+
+
+@pytest.fixture(scope="module")
+def tensor_ranks(one_rank, checkpoints):
+    return two_ranks(tensor_parallel, checkpoints, TENSOR)
+
+
+@pytest.fixture(scope="module")
+def data_ranks(one_rank, checkpoints):
+    return two_ranks(data_parallel, checkpoints, DATA)
+
+
+@pytest.mark.parametrize("case", TENSOR, ids=str)
+def test_two_tensor_parallel_ranks_give_the_text_of_one(case, one_rank, tensor_ranks):
+    references, (drafted, accepted) = one_rank[case.draft or "dspark"]
+    number = TENSOR.index(case)
+    (answers, drafts, experts, _), (others, *_) = (r[number] for r in tensor_ranks)
+    assert experts == (
+        4,
+        "2 tensor-parallel · 1 data-parallel, 4 of 8 experts each",
+    )
+    for reference, answer, other in zip(references, answers, others, strict=True):
+        difference(reference, answer)
+        assert answer.tokens == other.tokens
+    if case.draft:
+        # A draft that is cut wrongly gives the same text, with fewer accepted tokens.
+        assert accepted > 0.2 * drafted
+        assert drafts == pytest.approx((drafted, accepted), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in TENSOR if case.draft == "dspark"], ids=str
+)
+def test_confidences_are_the_same_on_both_ranks_to_the_bit(case, tensor_ranks):
+    one, other = (results[TENSOR.index(case)][3] for results in tensor_ranks)
+    assert len(one) > REQUESTS
+    assert one.std() > 0
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("case", DATA, ids=str)
+def test_data_parallel_ranks_give_the_text_of_one(case, one_rank, data_ranks):
+    references, (drafted, accepted) = one_rank["dspark"]
+    halves = references[::2], references[1::2]
+    found = [results[DATA.index(case)] for results in data_ranks]
+    for rank, (first, idle, again, _, drafts, experts) in enumerate(found):
+        ranks = "1 tensor-parallel · 2 data-parallel"
+        split = (4, f"{ranks}, 4 of 8 experts each")
+        assert experts == (split if case.way == "expert" else (8, ranks))
+        assert len(idle) == len(halves[0]) * (rank == 0)
+        assert len(again) == len(halves[1]) * (rank == 1)
+        for answers in (first, idle, again):
+            for reference, answer in zip(halves[rank], answers, strict=False):
+                difference(reference, answer)
+        if case.draft:
+            assert drafts[1] / drafts[0] == pytest.approx(accepted / drafted, rel=0.5)
+
+
+@pytest.mark.parametrize("case", DATA, ids=str)
+def test_an_idle_rank_writes_no_state(case, data_ranks):
+    kept = {rank: data_ranks[rank][DATA.index(case)][3] for rank in (0, 1)}
+    assert all(kept[1])
+    # The busy one wrote some, so that the comparison sees it.
+    assert not all(kept[0])
