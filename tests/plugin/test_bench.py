@@ -192,7 +192,7 @@ def test_arms_differ_in_their_draft_alone_and_mtp_needs_its_own_checkpoint():
 
 
 def test_arms_of_seven_drafts_differ_in_who_verifies_them():
-    (fixed, adaptive), notes = arms_of(["dspark-7", "adaptive-7"], "target", None, 3)
+    (fixed, adaptive), _ = arms_of(["dspark-7", "adaptive-7"], "target", None, 3)
     seven = {"method": "dspark", "num_speculative_tokens": 7}
     assert json.loads(fixed.flags[1]) == seven
     assert json.loads(adaptive.flags[1]) == {

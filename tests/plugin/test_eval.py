@@ -293,7 +293,7 @@ def test_a_draft_that_ignores_the_temperature_makes_the_command_fail(
     served = ["--max-model-len", "4096", "--dtype", "float32"]
     assert [name for _, name, *_ in started] == list(ARMS)
     assert all(arm[-4:] == served for arm in started)
-    assert [arm[0] for arm in started] == ["DIR"] * 4 + ["MTP"]
+    assert [arm[0] for arm in started] == ["DIR"] * 5 + ["MTP"]
     assert {name: json.loads(config) for name, config in configs.items()} == {
         "dspark-5": {"method": "dspark", "num_speculative_tokens": 5},
         "dspark-7": {"method": "dspark", "num_speculative_tokens": 7},
