@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY
@@ -167,6 +168,7 @@ class Values:
         )
 
     @staticmethod
+    @cache
     def _key(series: Series, labels: tuple[str, ...]) -> str:
         return mmap_key(
             series.name,

@@ -56,6 +56,8 @@ class AtomModelState(DefaultModelState):
     def remove_request(self, req_id: str) -> None:
         super().remove_request(req_id)
         self.counted.removed(req_id)
+        if self.verdicts is not None:
+            self.verdicts.show()
 
     def prepare_attn(
         self,

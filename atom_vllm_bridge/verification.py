@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+# Steps after which the sums are shown; they also are when a request has ended.
+STEPS = 16
+
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Verdicts:
-    """Sums by position, on the device; no step waits for them."""
+    """Sums by position, made on the device for several steps at once; no step waits for them."""
 
     def __init__(self, speculator: Any, counted: "Requests") -> None:
         """Args:
@@ -31,8 +34,11 @@ class Verdicts:
         self._shown = torch.zeros(4, shape[1], dtype=torch.float64)
         self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._drafted: torch.Tensor | None = None
-        self._offered = self._admitted = self._steps[:0]
-        counted.verified(self._shown.tolist(), None)
+        self._begun: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Of each step: offered [R], admitted [R], confidence [R, K], and tokens sampled [R].
+        self._ended: list[tuple[torch.Tensor, ...]] = []
+        self._budget = 0
+        counted.verified(self._shown.tolist())
 
     def begin(self, batch: "InputBatch") -> None:
         """A real batch is about to be verified."""
@@ -41,29 +47,40 @@ class Verdicts:
             self._confidence[self._drafted] = (
                 self._speculator.draft_token_confidence_probs[:rows]
             )
-        self._drafted = batch.idx_mapping
-        # One row more than drafts are verified of each request, the last.
-        self._admitted = batch.cu_num_logits.diff() - 1
+        self._drafted, self._budget = batch.idx_mapping, batch.num_draft_tokens
         offered = batch.num_draft_tokens_per_req
-        self._offered = (
-            torch.zeros_like(self._admitted)
+        # One row more than drafts are verified of each request, the last.
+        self._begun = (
+            None
             if offered is None
-            else torch.from_numpy(offered).to(self._admitted.device, non_blocking=True)
+            else (torch.from_numpy(offered), batch.cu_num_logits.diff() - 1)
         )
-        self._show(batch.num_draft_tokens)
 
     def end(self, requests: torch.Tensor, num_sampled: torch.Tensor) -> None:
         """[R] slots of the batch that began, and how many tokens each got."""
-        offered = self._steps < self._offered[:, None]
-        admitted = self._steps < self._admitted[:, None]
-        kept = admitted & (self._steps < num_sampled[:, None] - 1)
-        survival = self._confidence[requests].cumprod(1)
-        self._sums += torch.stack([offered, admitted, survival * admitted, kept]).sum(
-            1, dtype=torch.float64
+        if self._begun is None:
+            return
+        self._ended.append(
+            (*self._begun, self._confidence[requests], num_sampled.clone())
         )
+        if len(self._ended) == STEPS:
+            self.show()
 
-    def _show(self, budget: int) -> None:
-        """Hand on what has arrived of the sums, and send them again."""
+    def show(self) -> None:
+        """Add up the steps that have ended, hand on what has arrived of the sums, and send them again."""
+        if self._ended:
+            offered, admitted, confidence, sampled = (
+                torch.cat(each) for each in zip(*self._ended, strict=True)
+            )
+            self._ended.clear()
+            device = self._sums.device
+            within = self._steps < offered.to(device, non_blocking=True)[:, None]
+            verified = self._steps < admitted[:, None]
+            kept = verified & (self._steps < sampled[:, None] - 1)
+            expected = confidence.cumprod(1) * verified
+            self._sums += torch.stack([within, verified, expected, kept]).sum(
+                1, dtype=torch.float64
+            )
         if self._sums.is_cpu:
             arrived = self._sums.clone()
         else:
@@ -75,5 +92,5 @@ class Verdicts:
             event = torch.cuda.Event()
             event.record()
             self._arriving = on_host, event
-        self._counted.verified((arrived - self._shown).tolist(), budget)
+        self._counted.verified((arrived - self._shown).tolist(), self._budget)
         self._shown = arrived

@@ -128,6 +128,8 @@ def engines(checkpoint: Path, threads: int) -> Iterator[dict[str, subprocess.Pop
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # About what a request holds here; with the default of 8,192 tokens, verification would be priced too high.
+        "VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN": "256",
     }
     started: dict[str, subprocess.Popen] = {}
     try:

@@ -8,7 +8,8 @@ that costs between two timed sizes lie on the line between them.
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,21 @@ class HostTimes:
 
     Attributes:
         forward_ms: tokens of the target → times.
-        drafter_ms: requests → times.
+        other_ms: requests → times of what else a step does: it drafts, and prepares both.
     """
 
     def __init__(self) -> None:
         self.forward_ms: defaultdict[int, list[float]] = defaultdict(list)
-        self.drafter_ms: defaultdict[int, list[float]] = defaultdict(list)
+        self.other_ms: defaultdict[int, list[float]] = defaultdict(list)
         self._tokens = self._requests = 0
         self._since = 0.0
+
+    def step(self, run: Callable[[], Any]) -> None:
+        """Time a step: what `run` does."""
+        since = time.perf_counter()
+        run()
+        taken = _ms_since(since)
+        self.other_ms[self._requests].append(taken - self.forward_ms[self._tokens][-1])
 
     def record_batch(self, input_batch: Any, full_cudagraph: bool) -> None:
         self._tokens, self._requests = input_batch.num_tokens, input_batch.num_reqs
@@ -45,15 +53,16 @@ class HostTimes:
         self._since = time.perf_counter()
 
     def forward_end(self) -> None:
-        self.forward_ms[self._tokens].append(1000 * (time.perf_counter() - self._since))
+        self.forward_ms[self._tokens].append(_ms_since(self._since))
 
     def drafter_start(self) -> None:
-        self._since = time.perf_counter()
+        """Of no interest: the rest of a step counts to the draft."""
 
-    def drafter_end(self) -> None:
-        self.drafter_ms[self._requests].append(
-            1000 * (time.perf_counter() - self._since)
-        )
+    drafter_end = drafter_start
+
+
+def _ms_since(start: float) -> float:
+    return 1000 * (time.perf_counter() - start)
 
 
 def cost_curves(runner: Any) -> tuple[Curve, Curve]:
@@ -64,7 +73,7 @@ def cost_curves(runner: Any) -> tuple[Curve, Curve]:
             many as fit.
 
     Returns:
-        (requests, ms) of the draft and (tokens, ms) of the target, for every count up to what a step may hold.
+        (requests, ms) of all but the target's forward, and (tokens, ms) of the target, for every count up to what a step may hold.
     """
     most_tokens = runner.max_num_tokens
     verified = min(runner.max_num_reqs * runner.decode_query_len, most_tokens)
@@ -79,7 +88,9 @@ def cost_curves(runner: Any) -> tuple[Curve, Curve]:
             elif turn > 2 and time.perf_counter() > began + SECONDS:
                 break
             for size in sizes(verified, most_tokens):
-                runner._dummy_run(num_tokens=size, context_len=context)
+                runner.step_timing.step(
+                    partial(runner._dummy_run, size, context_len=context)
+                )
         times = runner.step_timing
     finally:
         runner.step_timing = kept
@@ -89,7 +100,7 @@ def cost_curves(runner: Any) -> tuple[Curve, Curve]:
         time.perf_counter() - began,
     )
     return (
-        every_count(times.drafter_ms, runner.max_num_reqs),
+        every_count(times.other_ms, runner.max_num_reqs),
         every_count(times.forward_ms, most_tokens),
     )
 

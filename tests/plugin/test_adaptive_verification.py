@@ -136,12 +136,13 @@ def test_any_split_of_any_budget_gives_the_same_text(engine, expected, seed):
 
 def test_confidence_is_set_beside_the_verdict(engine, splits):
     """What was offered, admitted and kept adds up to what went through the runner."""
+    engine.runner.model_state.verdicts.show()
     before = sums()
     engine.reset_prefix_cache()
     with watching(engine) as watch:
         engine.generate(PROMPTS[FEW], max_tokens=TOKENS)
     verified = sum(drafts for _, _, drafts in splits)
-    # The steps of another request show the sums of those before.
+    # They are shown when requests are taken off the worker, which is before the next one.
     engine.generate(PROMPTS[:1], max_tokens=1)
     found = {name: after - before[name] for name, after in sums().items()}
     assert found["offered"] == sum(row.drafts for row in watch.rows)
@@ -286,15 +287,19 @@ def test_the_host_s_clock_prices_a_step(monkeypatch):
     class Batch:
         num_tokens, num_reqs = 12, 3
 
-    clock = iter([1.0, 1.25, 2.0, 2.5])
+    clock = iter([0.5, 1.0, 1.25, 2.0])
     monkeypatch.setattr(
         "atom_vllm_bridge.workers.step_costs.time.perf_counter", lambda: next(clock)
     )
     times = HostTimes()
-    times.record_batch(Batch, False)
-    times.forward_start()
-    times.forward_end()
-    times.drafter_start()
-    times.drafter_end()
+
+    def step():
+        times.record_batch(Batch, False)
+        times.forward_start()
+        times.forward_end()
+        times.drafter_start()
+        times.drafter_end()
+
+    times.step(step)
     assert times.forward_ms == {12: [250.0]}
-    assert times.drafter_ms == {3: [500.0]}
+    assert times.other_ms == {3: [1250.0]}

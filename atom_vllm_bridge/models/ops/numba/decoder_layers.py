@@ -214,7 +214,7 @@ def decoder_layers(
     plan: Any,
     state: Sequence[Any],
 ) -> torch.Tensor:
-    few = 0 < len(streams) <= MOST_TOKENS and plan.causal
+    few = 0 < len(streams) <= MOST_TOKENS
     # What a request cannot see is all that comes before it.
     whole = plan.batch.visible_from is None
     if not few or not whole or not streams.is_cpu or trained(streams):

@@ -38,6 +38,23 @@ def window_rows(blocks, request, positions, window, block_size, pitch):
 
 
 @compiled()
+def block_rows(blocks, request, start, end, window, block_size, pitch):
+    """The same where all tokens of a request, at positions start [R] … end [R] − 1, see each other and the `window` keys before."""
+    tokens, most = request.size, 1
+    for r in range(start.size):
+        most = max(most, end[r] - max(0, start[r] - window))
+    ids = np.zeros((tokens, most), np.int64)
+    hidden = np.ones((tokens, 1, most), np.bool_)
+    for t in range(tokens):
+        r = request[t]
+        first = max(0, start[r] - window)
+        for j in range(end[r] - first):
+            ids[t, j] = _row_id(blocks, r, first + j, block_size, pitch)
+            hidden[t, 0, j] = False
+    return ids, hidden
+
+
+@compiled()
 def entry_rows(blocks, request, positions, entries, ratio, per_block, pitch):
     """The same of all compressed entries that each token sees, of `entries` at most."""
     tokens = positions.size

@@ -92,12 +92,22 @@ class Step:
         return table.derive(f"few slots {pitch}", make)
 
     def window(self, table: Any, pitch: int, width: int) -> Record:
-        def make() -> Any:
-            size = table.block_size
-            where = self.request, self.positions, width, size, pitch
-            return _seen(*indices.window_rows(_blocks(table), *where))
+        """What each token sees of the raw keys: a window up to its own, or all of its block and a window before."""
 
-        return table.derive(f"few window {pitch} {width}", make)[0]
+        def make() -> Any:
+            blocks, where = _blocks(table), (width, table.block_size, pitch)
+            if self.plan.causal:
+                rows = indices.window_rows
+                return _seen(*rows(blocks, self.request, self.positions, *where))
+            batch = self.plan.batch
+            # The first token of a request that has none, padding, is any.
+            first = batch.query_start_loc[:-1].clamp(max=len(self.positions) - 1)
+            start, end = self.positions[first.numpy()], batch.seq_lens.long().numpy()
+            rows = indices.block_rows
+            return _seen(*rows(blocks, self.request, start, end, *where))
+
+        kind = "window" if self.plan.causal else "block"
+        return table.derive(f"few {kind} {pitch} {width}", make)[0]
 
     def entries(self, table: Any, pitch: int, entries: int) -> Record:
         def make() -> Any:
