@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from vllm.forward_context import get_forward_context
 
 from atom_vllm_bridge.attention import AtomMetadata
@@ -50,8 +51,12 @@ def with_caches(
         # shapes of one group (main and indexer entries) have the same tokens a row only if the ratio is the same.
         key = (id(group), layer.tokens_per_row)
         if key not in tables:
+            slots = group.slot_mapping
+            if len(slots) < len(positions):
+                # A draft is padded to the longest of the data-parallel ranks', and its slots are not.
+                slots = F.pad(slots, (0, len(positions) - len(slots)), value=-1)
             tables[key] = _table(
-                layer, batch, group.block_table, group.slot_mapping, group.block_size
+                layer, batch, group.block_table, slots, group.block_size
             )
         return Cache(rows=layer.kv_cache, table=tables[key])
 

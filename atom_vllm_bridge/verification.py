@@ -6,15 +6,17 @@ product up to a position is what the budget ranks by, and what is compared here 
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-
-# Steps after which the sums are shown; they also are when a request has ended.
-STEPS = 16
+from vllm.v1.utils import CpuGpuBuffer
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from atom_vllm_bridge.metrics import Requests
+
+# Steps after which the sums are shown; they also are when a request has ended.
+STEPS = 16
 
 
 class Verdicts:
@@ -29,14 +31,16 @@ class Verdicts:
         shape, device = speculator.draft_tokens.shape, speculator.device
         self._confidence = torch.ones(shape, device=device)
         self._steps = torch.arange(shape[1], device=device)
-        # Rows: offered, admitted, expected to be kept, kept.
-        self._sums = torch.zeros(4, shape[1], dtype=torch.float64, device=device)
-        self._shown = torch.zeros(4, shape[1], dtype=torch.float64)
-        self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._offered = np.zeros(shape[1])
+        # Rows: admitted, expected to be kept, kept.
+        self._sums = CpuGpuBuffer(3, shape[1], dtype=torch.float64, device=device)
+        self._shown = np.zeros((4, shape[1]))
+        # A copy of the sums is on its way to the host.
+        self._sent: torch.cuda.Event | None = None
         self._drafted: torch.Tensor | None = None
-        self._begun: tuple[torch.Tensor, torch.Tensor] | None = None
-        # Of each step: offered [R], admitted [R], confidence [R, K], and tokens sampled [R].
-        self._ended: list[tuple[torch.Tensor, ...]] = []
+        self._admitted: torch.Tensor | None = None
+        # Of each step: admitted [R], confidence [R, K], and tokens sampled [R].
+        self._ended: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._budget = 0
         counted.verified(self._shown.tolist())
 
@@ -49,48 +53,44 @@ class Verdicts:
             )
         self._drafted, self._budget = batch.idx_mapping, batch.num_draft_tokens
         offered = batch.num_draft_tokens_per_req
+        if offered is None:
+            self._admitted = None
+            return
+        steps = np.arange(len(self._offered))
+        self._offered += (steps < offered[:, None]).sum(0)
         # One row more than drafts are verified of each request, the last.
-        self._begun = (
-            None
-            if offered is None
-            else (torch.from_numpy(offered), batch.cu_num_logits.diff() - 1)
-        )
+        self._admitted = batch.cu_num_logits.diff() - 1
 
     def end(self, requests: torch.Tensor, num_sampled: torch.Tensor) -> None:
         """[R] slots of the batch that began, and how many tokens each got."""
-        if self._begun is None:
+        if self._admitted is None:
             return
-        self._ended.append(
-            (*self._begun, self._confidence[requests], num_sampled.clone())
-        )
+        confidence = self._confidence[requests]
+        self._ended.append((self._admitted, confidence, num_sampled.clone()))
         if len(self._ended) == STEPS:
             self.show()
 
     def show(self) -> None:
         """Add up the steps that have ended, hand on what has arrived of the sums, and send them again."""
         if self._ended:
-            offered, admitted, confidence, sampled = (
-                torch.cat(each) for each in zip(*self._ended, strict=True)
+            admitted, confidence, sampled = map(
+                torch.cat, zip(*self._ended, strict=True)
             )
             self._ended.clear()
-            device = self._sums.device
-            within = self._steps < offered.to(device, non_blocking=True)[:, None]
             verified = self._steps < admitted[:, None]
             kept = verified & (self._steps < sampled[:, None] - 1)
             expected = confidence.cumprod(1) * verified
-            self._sums += torch.stack([within, verified, expected, kept]).sum(
+            self._sums.gpu += torch.stack([verified, expected, kept]).sum(
                 1, dtype=torch.float64
             )
-        if self._sums.is_cpu:
-            arrived = self._sums.clone()
-        else:
-            if self._arriving is not None and not self._arriving[1].query():
-                return
-            arrived = self._shown if self._arriving is None else self._arriving[0]
-            on_host = torch.empty_like(self._shown, pin_memory=True)
-            on_host.copy_(self._sums, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._arriving = on_host, event
-        self._counted.verified((arrived - self._shown).tolist(), self._budget)
-        self._shown = arrived
+        if self._sums.gpu.is_cpu:
+            self._sums.copy_to_cpu()
+        elif self._sent is not None and not self._sent.query():
+            return
+        found = np.concatenate((self._offered[None], self._sums.np))
+        if not self._sums.gpu.is_cpu:
+            self._sums.copy_to_cpu()
+            self._sent = torch.cuda.Event()
+            self._sent.record()
+        self._counted.verified((found - self._shown).tolist(), self._budget)
+        self._shown = found

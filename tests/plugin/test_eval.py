@@ -297,6 +297,11 @@ def test_a_draft_that_ignores_the_temperature_makes_the_command_fail(
     assert {name: json.loads(config) for name, config in configs.items()} == {
         "dspark-5": {"method": "dspark", "num_speculative_tokens": 5},
         "dspark-7": {"method": "dspark", "num_speculative_tokens": 7},
+        "adaptive-7": {
+            "method": "dspark",
+            "num_speculative_tokens": 7,
+            "enable_adaptive_verification": True,
+        },
         "dspark-t1": {"method": "dspark", "num_speculative_tokens": 5},
         "mtp": {"method": "mtp", "num_speculative_tokens": 1},
     }

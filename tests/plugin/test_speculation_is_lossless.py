@@ -16,8 +16,12 @@ PROMPTS = [prompt(length, i, VOCABULARY) for i, length in enumerate(LENGTHS)]
 # A second prompt begins with so many tokens of a first one.
 SHARED = (130, 640, 900)
 TAILS = [prompt(40, seed, VOCABULARY) for seed in (1, 2)]
-# Spoken text that a second prompt goes on from, so that the hit's last block of 128 tokens was drafted and verified.
-SPOKEN = [prompt(length, length, VOCABULARY) for length in (613, 614)]
+# Spoken text that a second prompt goes on from, so that the hit's last block of 128 tokens was drafted and verified; by layout:
+# rings take no hit that is short.
+SPOKEN = {
+    layout: [prompt(length, length, VOCABULARY) for length in lengths]
+    for layout, lengths in {"paged": (101, 102), "ring": (613, 614)}.items()
+}
 SPOKEN_TOKENS = 160
 
 
@@ -92,25 +96,28 @@ class Texts:
     """What an engine says that does not draft, without a hit."""
 
     prompts: list
-    spoken: list
     hits: list
-    follow_ups: list
-    follow_up_prompts: list
+    spoken: dict[str, list]
+    follow_ups: dict[str, list]
+    follow_up_prompts: dict[str, list]
 
 
 def speak(engine, prompts, tokens: int) -> Texts:
     texts = engine.generate(prompts, max_tokens=tokens)
-    spoken = engine.generate(SPOKEN, max_tokens=SPOKEN_TOKENS)
-    follow_up_prompts = [
-        ids + answer.tokens + TAILS[0]
-        for ids, answer in zip(SPOKEN, spoken, strict=True)
-    ]
-    engine.reset_prefix_cache()
     seconds = [prompt(shared, shared, VOCABULARY) + TAILS[1] for shared in SHARED]
     hits = engine.generate(seconds, max_tokens=32)
-    follow_ups = engine.generate(follow_up_prompts, max_tokens=32)
-    assert not any(answer.cached for answer in texts + hits)
-    return Texts(texts, spoken, hits, follow_ups, follow_up_prompts)
+    spoken, follow_ups, follow_up_prompts = {}, {}, {}
+    for layout, begun in SPOKEN.items():
+        spoken[layout] = engine.generate(begun, max_tokens=SPOKEN_TOKENS)
+        follow_up_prompts[layout] = [
+            ids + answer.tokens + TAILS[0]
+            for ids, answer in zip(begun, spoken[layout], strict=True)
+        ]
+        engine.reset_prefix_cache()
+        follow_ups[layout] = engine.generate(follow_up_prompts[layout], max_tokens=32)
+    alone = [texts, hits, *spoken.values(), *follow_ups.values()]
+    assert not any(answer.cached for answers in alone for answer in answers)
+    return Texts(texts, hits, spoken, follow_ups, follow_up_prompts)
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +209,12 @@ def test_a_hit_gives_the_same_text(run, engine, expected):
 
 def test_a_hit_of_drafted_text_gives_the_same_text(run, engine, expected):
     engine.reset_prefix_cache()
-    answers = engine.generate(SPOKEN, max_tokens=SPOKEN_TOKENS)
-    compare(expected.spoken, answers)
-    hits = engine.generate(expected.follow_up_prompts, max_tokens=32)
-    compare(expected.follow_ups, hits)
-    for ids, hit in zip(SPOKEN, hits, strict=True):
+    begun, layout = SPOKEN[run.layout], run.layout
+    answers = engine.generate(begun, max_tokens=SPOKEN_TOKENS)
+    compare(expected.spoken[layout], answers)
+    hits = engine.generate(expected.follow_up_prompts[layout], max_tokens=32)
+    compare(expected.follow_ups[layout], hits)
+    for ids, hit in zip(begun, hits, strict=True):
         assert len(ids) < hit.cached == run.hit(len(ids) + SPOKEN_TOKENS - 1)
 
 
