@@ -107,7 +107,7 @@ def checkpoint(directory: str) -> dict[str, Any]:
         facts |= _dimensions(config)
     except OSError as error:
         problems.append(f"{directory}/config.json cannot be read: {error.strerror}.")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(f"{directory}/config.json cannot be used: {error}")
     try:
         headers = shards.check_shards(directory)
@@ -167,19 +167,21 @@ def _mismatches(
     """Tensors that are missing, left over, or not what config.json makes them."""
     from atom_vllm_bridge.models.deepseek_v4 import checkpoint
 
-    promised = checkpoint.draft_stages(config)
-    if stages not in (0, promised):
-        return [
-            f"config.json speaks of {promised} draft stages, but the shards hold {stages} (mtp.0 to mtp.{stages - 1}). "
-            "Download the checkpoint again, or correct config.json."
-        ]
-    table = checkpoint.tensor_table(
-        config, checkpoint.detect_layout(headers), stages=stages
-    )
     try:
+        promised = checkpoint.draft_stages(config)
+        if stages not in (0, promised):
+            return [
+                f"config.json speaks of {promised} draft stages, but the shards hold {stages} (mtp.0 to mtp.{stages - 1}). "
+                "Download the checkpoint again, or correct config.json."
+            ]
+        table = checkpoint.tensor_table(
+            config, checkpoint.detect_layout(headers), stages=stages
+        )
         checkpoint.check_headers(table, headers)
     except checkpoint.CheckpointError as error:
         return error.problems
+    except ValueError as error:
+        return [str(error)]
     return []
 
 

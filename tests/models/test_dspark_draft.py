@@ -543,7 +543,7 @@ def test_config_is_read_from_the_checkpoints():
         ({"dspark_target_layer_ids": [-1]}, "must ascend within the 2 layers"),
         ({"dspark_noise_token_id": 160}, "= 160 is not one of 160 tokens"),
         ({"dspark_noise_token_id": -1}, "= -1 is not one of 160 tokens"),
-        ({"dspark_markov_rank": 0}, "dspark_markov_rank = 0 must be at least 1"),
+        ({"dspark_markov_rank": 0}, "dspark_markov_rank = 0 must be an integer"),
     ],
     ids=str,
 )

@@ -5,12 +5,18 @@ checked against and tests read. Names and dtypes are those of the published safe
 files; dtypes are spelled as safetensors spells them. Imports no torch.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
+from atom_vllm_bridge.models.deepseek_v4.config import (
+    HASH_MOE,
+    DeepseekV4Config,
+    integer,
+    need_integer,
+)
 
 BYTES = {
     "BOOL": 1,
@@ -110,11 +116,15 @@ def draft_kind(config: Mapping[str, Any]) -> str | None:
 
 
 def draft_stages(config: Mapping[str, Any]) -> int:
-    """How many `mtp.{i}` a config promises; DSpark has three where it does not say."""
+    """How many `mtp.{i}` a config promises; DSpark has three where it does not say.
+
+    Raises:
+        ValueError: not a number of stages.
+    """
     kind = draft_kind(config)
     if kind == "dspark":
-        return config.get("n_mtp_layers") or 3
-    return config["num_nextn_predict_layers"] if kind == "mtp" else 0
+        return integer("n_mtp_layers", config.get("n_mtp_layers") or 3)
+    return need_integer(config, "num_nextn_predict_layers") if kind == "mtp" else 0
 
 
 def count_stages(names: Mapping[str, Any]) -> int:
@@ -123,13 +133,24 @@ def count_stages(names: Mapping[str, Any]) -> int:
     Raises:
         CheckpointError: the stages are not numbered 0, 1, 2, …
     """
-    found = {int(name.split(".")[1]) for name in names if name.startswith("mtp.")}
+    found = {_stage(name) for name in names if name.startswith("mtp.")}
     for stage in range(max(found, default=-1)):
         if stage not in found:
             raise CheckpointError(
                 [f"mtp.{stage} is missing, though mtp.{max(found)} is there."]
             )
     return len(found)
+
+
+def _stage(name: str) -> int:
+    """The i of `mtp.{i}.…`."""
+    number = name.split(".")[1]
+    # int() would also take signs, underscores, blanks, and other scripts' digits.
+    if not re.fullmatch("0|[1-9][0-9]{0,3}", number):
+        raise CheckpointError(
+            [f"{name} is of no draft stage: expected mtp.0, mtp.1, … before its name."]
+        )
+    return int(number)
 
 
 def tensor_table(
@@ -149,7 +170,7 @@ def tensor_table(
         name → TensorSpec. With layout "bf16" the shapes are the logical ones.
 
     Raises:
-        ValueError: a compress ratio that DeepSeek-V4 does not have.
+        ValueError: as `DeepseekV4Config.read`, or no number of draft stages.
     """
     if isinstance(layout, str):
         layout = LAYOUTS[layout]
@@ -249,6 +270,7 @@ class _Table:
     def __init__(self, config: Mapping[str, Any], layout: Layout):
         self.config = config
         self.layout = layout
+        self.read = DeepseekV4Config.read(config)
         self.hidden: int = config["hidden_size"]
         self.streams: int = _or_default(config, "hc_mult")
 
@@ -257,7 +279,7 @@ class _Table:
         layers = self.config["num_hidden_layers"]
         yield "embed.weight", TensorSpec((vocab, self.hidden), "BF16")
         for layer in range(layers):
-            hashed = layer < self.config["num_hash_layers"]
+            hashed = self.read.mlp_layer_types[layer] == HASH_MOE
             yield from self.block(f"layers.{layer}", self.ratio(layer), hashed)
         yield from self.head("")
         if not _or_default(self.config, "tie_word_embeddings"):
@@ -270,14 +292,10 @@ class _Table:
                 yield from self.mtp(f"mtp.{stage}.")
 
     def ratio(self, layer: int) -> int:
-        ratios = self.config["compress_ratios"]
-        ratio = ratios[layer] if layer < len(ratios) else 0
-        if ratio not in (0, 4, 128):
-            raise ValueError(
-                f"compress_ratios[{layer}] is {ratio}: DeepSeek-V4 has 0 (sliding window), "
-                "4 (CSA) and 128 (HCA). Correct config.json."
-            )
-        return ratio
+        if layer < self.read.num_hidden_layers:
+            return self.read.ratio(layer)
+        ratios = self.config.get("compress_ratios") or ()
+        return ratios[layer] if layer < len(ratios) else 0
 
     def block(
         self, prefix: str, ratio: int, hashed: bool
@@ -392,14 +410,19 @@ class _Table:
     ) -> Iterator[tuple[str, TensorSpec]]:
         c = self.config
         if stage == 0:
-            taps = len(c["dspark_target_layer_ids"]) * self.hidden
+            ids = c["dspark_target_layer_ids"]
+            if not isinstance(ids, list | tuple):
+                raise ValueError(
+                    "config: dspark_target_layer_ids must be a list of the target's layers."
+                )
+            taps = len(ids) * self.hidden
             yield from self.matrix(
                 f"{prefix}main_proj", self.hidden, taps, self.layout.projections
             )
             yield f"{prefix}main_norm.weight", TensorSpec((self.hidden,), "BF16")
         if last:
             yield from self.head(prefix)
-            vocab, rank = c["vocab_size"], c["dspark_markov_rank"]
+            vocab, rank = c["vocab_size"], need_integer(c, "dspark_markov_rank")
             for name in ("markov_w1", "markov_w2"):
                 yield (
                     f"{prefix}markov_head.{name}.weight",

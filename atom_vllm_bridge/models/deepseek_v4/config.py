@@ -1,7 +1,9 @@
 """The dimensions of a DeepSeek-V4 checkpoint, read from its config.json."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 SLIDING = "sliding_attention"
@@ -83,33 +85,58 @@ class DeepseekV4Config:
         """Read the content of config.json.
 
         Raises:
-            ValueError: a key is missing, or asks for something that this model does not do.
+            ValueError: as `read`, or dimensions that do not go together.
         """
-        layers = _need(hf, "num_hidden_layers")
+        config = cls.read(hf)
+        config._check()
+        return config
+
+    @classmethod
+    def read(cls, hf: Mapping[str, Any]) -> "DeepseekV4Config":
+        """Like `from_hf`, of dimensions that a checkpoint may have and this model may not.
+
+        Raises:
+            ValueError: a key is missing, holds what it cannot hold, or asks for something that this model does not do.
+        """
+        layers = need_integer(hf, "num_hidden_layers")
         rope_main, rope_compress = _rope(hf)
         _refuse(hf)
-        head_dim = _need(hf, "head_dim")
-        rope_dim = hf.get("qk_rope_head_dim")
-        if rope_dim is None:
-            rope_dim = int(head_dim * (hf.get("partial_rotary_factor") or 0.125))
-        limit = hf.get("swiglu_limit")
-        config = cls(
+        if hf.get("qk_rope_head_dim") is not None:
+            rope_dim = need_integer(hf, "qk_rope_head_dim")
+        else:
+            part = _number("partial_rotary_factor", hf.get("partial_rotary_factor"))
+            rope_dim = int(need_integer(hf, "head_dim") * min(part or 0.125, 1.0))
+        limit = _number("swiglu_limit", hf.get("swiglu_limit"))
+        tied = hf.get("tie_word_embeddings")
+        if tied is not None and not isinstance(tied, bool):
+            raise ValueError(
+                f"config: tie_word_embeddings = {short(tied)} must be true or false."
+            )
+        experts = need_integer(hf, "n_routed_experts")
+        if experts > MOST_EXPERTS:
+            raise ValueError(
+                f"config: n_routed_experts = {experts} exceeds {MOST_EXPERTS}, the most that are listed here."
+            )
+        numbers: dict[str, Any] = {
+            key: _number(key, hf.get(key)) for key in _OPTIONAL_NUMBERS
+        }
+        return cls(
             layer_types=_layer_types(hf, layers),
             mlp_layer_types=_mlp_layer_types(hf, layers),
             qk_rope_head_dim=rope_dim,
-            swiglu_limit=float("inf") if not limit else float(limit),
+            swiglu_limit=limit or float("inf"),
             rope_theta=rope_main,
             compress_rope_theta=rope_compress["rope_theta"],
             yarn=_yarn(rope_compress),
-            **{key: _need(hf, key) for key in _PLAIN},
+            tie_word_embeddings=bool(tied),
+            **{key: need_integer(hf, key) for key in _PLAIN},
             **{
-                key: hf[key]
-                for key in _PLAIN_OPTIONAL
-                if key in hf and hf[key] is not None
+                key: integer(key, hf[key], lowest)
+                for key, lowest in _OPTIONAL_INTEGERS.items()
+                if hf.get(key) is not None
             },
+            **{key: value for key, value in numbers.items() if value is not None},
         )
-        config._check()
-        return config
 
     @property
     def shared_intermediate_size(self) -> int:
@@ -129,18 +156,13 @@ class DeepseekV4Config:
             raise ValueError(
                 f"config: num_experts_per_tok = {self.num_experts_per_tok} exceeds n_routed_experts = {self.n_routed_experts}."
             )
-        topk = self.index_topk
-        if not isinstance(topk, int) or isinstance(topk, bool) or topk < 1:
-            raise ValueError(
-                f"config: index_topk = {topk!r} must be an integer of at least 1."
-            )
         for key in ("hidden_size", "moe_intermediate_size"):
             if getattr(self, key) % 8:
                 raise ValueError(
                     f"config: {key} = {getattr(self, key)} is not a multiple of 8, which grouped matrix products need."
                 )
         rope = self.qk_rope_head_dim
-        if rope % 2 or rope > min(self.head_dim, self.index_head_dim):
+        if rope < 2 or rope % 2 or rope > min(self.head_dim, self.index_head_dim):
             raise ValueError(
                 f"config: qk_rope_head_dim = {rope} must be even and at most head_dim = {self.head_dim} "
                 f"and index_head_dim = {self.index_head_dim}."
@@ -164,23 +186,71 @@ _PLAIN = (
     "num_experts_per_tok",
     "moe_intermediate_size",
 )
-_PLAIN_OPTIONAL = (
-    "n_shared_experts",
-    "routed_scaling_factor",
-    "hc_mult",
-    "hc_sinkhorn_iters",
-    "hc_eps",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
+# The least that each may be.
+_OPTIONAL_INTEGERS = {
+    "n_shared_experts": 0,
+    "hc_mult": 1,
+    "hc_sinkhorn_iters": 1,
+    "max_position_embeddings": 1,
+}
+_OPTIONAL_NUMBERS = ("routed_scaling_factor", "hc_eps", "rms_norm_eps")
+
+# What an int32 counts: kernels take sizes as such.
+LARGEST = 2**31 - 1
+# Every expert's tensors are listed before any is read; the published models have up to 384.
+MOST_EXPERTS = 4096
 
 
 def _need(hf: Mapping[str, Any], key: str) -> Any:
+    if not isinstance(hf, Mapping):
+        raise ValueError(f"config: {short(hf)} is not an object of keys.")
     value = hf.get(key)
     if value is None:
         raise ValueError(f"config: {key} is missing; it is not a DeepSeek-V4 config.")
     return value
+
+
+def need_integer(hf: Mapping[str, Any], key: str) -> int:
+    """A size that config.json must give, from 1 to 2³¹ − 1, else ValueError."""
+    return integer(key, _need(hf, key))
+
+
+def integer(key: str, value: Any, lowest: int = 1) -> int:
+    """`value`, if it is an integer (no bool, no 4.0) from `lowest` to 2³¹ − 1, else ValueError."""
+    if type(value) is not int or not lowest <= value <= LARGEST:
+        raise ValueError(
+            f"config: {key} = {short(value)} must be an integer of at least {lowest} and at most {LARGEST}."
+        )
+    return value
+
+
+def _number(key: str, value: Any) -> float | None:
+    """A finite number of at least 0, or None for null."""
+    if value is None:
+        return None
+    given = isinstance(value, int | float) and not isinstance(value, bool)
+    # Not NaN, and no integer that float() cannot take.
+    if not given or not 0 <= value <= sys.float_info.max:
+        raise ValueError(
+            f"config: {key} = {short(value)} must be a finite number of at least 0."
+        )
+    return float(value)
+
+
+def _list(key: str, value: Any, kind: type) -> list[Any]:
+    """A list whose entries are all of one type."""
+    if not isinstance(value, list | tuple) or any(type(v) is not kind for v in value):
+        raise ValueError(
+            f"config: {key} = {short(value)} must be a list, each entry of type {kind.__name__}."
+        )
+    return list(value)
+
+
+def _mapping(key: str, value: Any) -> dict[str, Any]:
+    """An object of keys; an absent one is empty."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"config: {key} = {short(value)} must be an object of keys.")
+    return dict(value or {})
 
 
 def _refuse(hf: Mapping[str, Any]) -> None:
@@ -197,7 +267,7 @@ def _refuse(hf: Mapping[str, Any]) -> None:
         value = hf.get(key)
         if value is not None and value != supported:
             raise ValueError(
-                f"config: {key} = {value!r} is not supported, only {supported!r}."
+                f"config: {key} = {short(value)} is not supported, only {supported!r}."
             )
 
 
@@ -205,26 +275,28 @@ def _layer_types(hf: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     ratios, kinds = hf.get("compress_ratios"), hf.get("layer_types")
     # vLLM and transformers may add layer_types of their own vocabulary; the published key is compress_ratios.
     if ratios is not None:
+        ratios = _list("compress_ratios", ratios, int)
         for layer, ratio in enumerate(ratios):
             if ratio not in LAYER_TYPE_OF_RATIO:
                 raise ValueError(
-                    f"config: compress_ratios[{layer}] = {ratio} is unknown; known are 0, 4 and 128."
+                    f"config: compress_ratios[{layer}] = {short(ratio)} is unknown; known are 0, 4 and 128."
                 )
         kinds = [LAYER_TYPE_OF_RATIO[ratio] for ratio in ratios]
     if kinds is None:
         raise ValueError(
             "config: compress_ratios is missing; it is not a DeepSeek-V4 config."
         )
+    kinds = _list("layer_types", kinds, str)
     for layer, kind in enumerate(kinds):
         if kind not in RATIO_OF_LAYER_TYPE:
             raise ValueError(
-                f"config: layer_types[{layer}] = {kind!r} is unknown; known are {', '.join(RATIO_OF_LAYER_TYPE)}."
+                f"config: layer_types[{layer}] = {short(kind)} is unknown; known are {', '.join(RATIO_OF_LAYER_TYPE)}."
             )
-    rates = hf.get("compress_rates") or {}
+    rates = _mapping("compress_rates", hf.get("compress_rates"))
     for kind, ratio in rates.items():
         if RATIO_OF_LAYER_TYPE.get(kind) != ratio:
             raise ValueError(
-                f"config: compress_rates[{kind!r}] = {ratio} is not supported, only {RATIO_OF_LAYER_TYPE.get(kind)}."
+                f"config: compress_rates[{short(kind)}] = {short(ratio)} is not supported, only {RATIO_OF_LAYER_TYPE.get(kind)}."
             )
     if len(kinds) < layers:
         raise ValueError(
@@ -236,27 +308,42 @@ def _layer_types(hf: Mapping[str, Any], layers: int) -> tuple[str, ...]:
 def _mlp_layer_types(hf: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     hashed = hf.get("num_hash_layers")
     if hashed is not None:
+        hashed = integer("num_hash_layers", hashed, lowest=0)
         return tuple(HASH_MOE if i < hashed else MOE for i in range(layers))
-    kinds = tuple(_need(hf, "mlp_layer_types"))[:layers]
+    named = _list("mlp_layer_types", _need(hf, "mlp_layer_types"), str)
+    kinds = tuple(named[:layers])
     if len(kinds) < layers or any(kind not in (HASH_MOE, MOE) for kind in kinds):
         raise ValueError(
-            f"config: mlp_layer_types = {list(kinds)} must name {HASH_MOE} or {MOE} for each of {layers} layers."
+            f"config: mlp_layer_types = {short(named)} must name {HASH_MOE} or {MOE} for each of {layers} layers."
         )
     return kinds
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
     """Base of sliding layers, and all parameters of compressed layers."""
-    scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    scaling = _mapping(name, hf.get(name))
+    base = _base("rope_theta", hf.get("rope_theta"))
+    compress_base = _base("compress_rope_theta", hf.get("compress_rope_theta"))
     if isinstance(scaling.get("compress"), Mapping):
-        main = dict(scaling.get("main") or {})
-        theta = main.get("rope_theta", hf.get("rope_theta") or 1e4)
+        main = _mapping(f"{name}.main", scaling.get("main"))
         compress = dict(scaling["compress"])
-        compress.setdefault("rope_theta", hf.get("compress_rope_theta") or 1.6e5)
-        return float(theta), compress
-    theta = hf.get("rope_theta") or scaling.get("rope_theta") or 1e4
-    scaling["rope_theta"] = float(hf.get("compress_rope_theta") or 1.6e5)
-    return float(theta), scaling
+        theta = _base("rope_theta", main.get("rope_theta")) or base
+        compress["rope_theta"] = (
+            _base("rope_theta", compress.get("rope_theta")) or compress_base or 1.6e5
+        )
+        return theta or 1e4, compress
+    theta = base or _base("rope_theta", scaling.get("rope_theta"))
+    scaling["rope_theta"] = compress_base or 1.6e5
+    return theta or 1e4, scaling
+
+
+def _base(key: str, value: Any) -> float | None:
+    """What rotary frequencies are powers of, or None where it is not given."""
+    base = _number(key, value)
+    if base is not None and 0 < base < 1:
+        raise ValueError(f"config: {key} = {base} must be at least 1.")
+    return base
 
 
 def _yarn(parameters: Mapping[str, Any]) -> Yarn | None:
@@ -266,13 +353,16 @@ def _yarn(parameters: Mapping[str, Any]) -> Yarn | None:
     # vLLM renames yarn for this model; the parameters are the same.
     if kind not in ("yarn", "deepseek_yarn"):
         raise ValueError(
-            f"config: rope_scaling of type {kind!r} is not supported, only 'yarn'."
+            f"config: rope_scaling of type {short(kind)} is not supported, only 'yarn'."
         )
+    factor = _number("rope_scaling.factor", _need(parameters, "factor"))
+    if not factor:
+        raise ValueError("config: rope_scaling.factor = 0 stretches nothing.")
     return Yarn(
-        factor=float(parameters["factor"]),
-        original_max_position_embeddings=int(
-            parameters["original_max_position_embeddings"]
+        factor=factor,
+        original_max_position_embeddings=need_integer(
+            parameters, "original_max_position_embeddings"
         ),
-        beta_fast=float(parameters.get("beta_fast") or 32),
-        beta_slow=float(parameters.get("beta_slow") or 1),
+        beta_fast=_number("rope_scaling.beta_fast", parameters.get("beta_fast")) or 32,
+        beta_slow=_number("rope_scaling.beta_slow", parameters.get("beta_slow")) or 1,
     )

@@ -10,13 +10,20 @@ U = head · rms(h),  h = the block's streams, collapsed        logits_k = U_k + 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from reprlib import repr as short
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from atom_vllm_bridge.models.deepseek_v4.config import MOE, SLIDING, DeepseekV4Config
+from atom_vllm_bridge.models.deepseek_v4.config import (
+    MOE,
+    SLIDING,
+    DeepseekV4Config,
+    integer,
+    need_integer,
+)
 from atom_vllm_bridge.models.deepseek_v4.hyper_connections import HyperHead
 from atom_vllm_bridge.models.deepseek_v4.model import Block
 from atom_vllm_bridge.models.deepseek_v4.packing import Slot, rows
@@ -51,8 +58,11 @@ class DSparkConfig:
         """Read the content of config.json.
 
         Raises:
-            ValueError: a key is missing, or names a layer or token that does not exist.
+            ValueError: a key is missing, is of another type, or names a layer or token that does not exist.
         """
+        layers, vocabulary = (
+            need_integer(hf, key) for key in ("num_hidden_layers", "vocab_size")
+        )
         given: dict[str, Any] = {
             field.name: hf.get(f"dspark_{field.name}") for field in fields(cls)
         }
@@ -61,23 +71,21 @@ class DSparkConfig:
                 raise ValueError(
                     f"config: dspark_{key} is missing; the checkpoint has no DSpark draft."
                 )
-        config = cls(**(given | {"target_layer_ids": tuple(given["target_layer_ids"])}))
-        taps, layers = config.target_layer_ids, hf["num_hidden_layers"]
-        ascending = bool(taps) and list(taps) == sorted(set(taps))
+        taps = given["target_layer_ids"]
+        integers = isinstance(taps, list | tuple) and all(type(t) is int for t in taps)
+        ascending = bool(integers and taps) and list(taps) == sorted(set(taps))
         if not ascending or not 0 <= taps[0] <= taps[-1] < layers:
             raise ValueError(
-                f"config: dspark_target_layer_ids = {list(taps)} must ascend within the {layers} layers of the target."
+                f"config: dspark_target_layer_ids = {short(taps)} must ascend within the {layers} layers of the target."
             )
-        if not 0 <= config.noise_token_id < hf["vocab_size"]:
+        noise = given["noise_token_id"]
+        if type(noise) is not int or not 0 <= noise < vocabulary:
             raise ValueError(
-                f"config: dspark_noise_token_id = {config.noise_token_id} is not one of {hf['vocab_size']} tokens."
+                f"config: dspark_noise_token_id = {short(noise)} is not one of {vocabulary} tokens."
             )
         for key in ("block_size", "markov_rank"):
-            if getattr(config, key) < 1:
-                raise ValueError(
-                    f"config: dspark_{key} = {getattr(config, key)} must be at least 1."
-                )
-        return config
+            integer(f"dspark_{key}", given[key])
+        return cls(**(given | {"target_layer_ids": tuple(taps)}))
 
 
 class BlockPlan(Plan):

@@ -1,19 +1,27 @@
 """What the safetensors shards of a checkpoint declare, read from their headers alone.
 
 A shard is: 8 bytes, the header's length n (little endian); n bytes of JSON, name → dtype,
-shape and [begin, end) of the data; then the data, packed. Standard library only.
+shape and [begin, end) of the data; then the data, packed. Standard library only. Nothing
+that a file claims is believed, or given memory, before it is checked against its size.
 """
 
 import json
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .checkpoint import BYTES, CheckpointError, TensorHeader
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth")
+# The safetensors library reads no longer ones either.
+LONGEST_HEADER = 100_000_000
+LONGEST_INDEX = 100_000_000
+# What an int64 counts, and what PyTorch iterates over.
+LARGEST = 2**63 - 1
+MOST_DIMENSIONS = 64
 
 
 class Placed(NamedTuple):
@@ -38,7 +46,7 @@ def check_shards(directory: str | Path) -> dict[str, TensorHeader]:
     Raises:
         CheckpointError: no checkpoint there; a shard missing, truncated or unreadable; a
             tensor that the index places in a shard that lacks it, or that two shards hold,
-            or that no index names.
+            or that no index names; a header or an index that is not what it should be.
     """
     return {placed.name: placed.header for placed in place_tensors(directory)}
 
@@ -50,12 +58,13 @@ def place_tensors(directory: str | Path) -> list[Placed]:
     shards = sorted(set(weight_map.values())) if weight_map else [SINGLE]
     problems: list[str] = []
     placed: dict[str, Placed] = {}
+    unread: set[str] = set()
     for shard in shards:
         try:
             tensors = list(_read_header(directory / shard))
         except CheckpointError as error:
             problems += error.problems
-            weight_map = {n: s for n, s in (weight_map or {}).items() if s != shard}
+            unread.add(shard)
             continue
         for tensor in tensors:
             first = placed.setdefault(tensor.name, tensor)
@@ -68,6 +77,8 @@ def place_tensors(directory: str | Path) -> list[Placed]:
                     f"{tensor.name} is in {shard}, but {INDEX} does not name it."
                 )
     for name, shard in (weight_map or {}).items():
+        if shard in unread:
+            continue
         if name not in placed:
             problems.append(
                 f"{name} should be in {shard}, says {INDEX}, but is in no shard."
@@ -85,55 +96,76 @@ def place_tensors(directory: str | Path) -> list[Placed]:
 def _read_index(directory: Path) -> dict[str, str] | None:
     """name → shard, or None where one file holds everything."""
     index = directory / INDEX
-    if not index.exists():
+    if not index.is_file():
         if (directory / SINGLE).exists():
             return None
+        pickled = sorted(path.name for kind in PICKLES for path in directory.glob(kind))
+        if pickled:
+            raise CheckpointError(
+                [
+                    f"{directory} holds pickled weights ({pickled[0]!r}), which are never read, and no "
+                    f"{INDEX} or {SINGLE}: give a checkpoint in safetensors."
+                ]
+            )
         raise CheckpointError(
             [
                 f"{directory} holds neither {INDEX} nor {SINGLE}: give a checkpoint's directory."
             ]
         )
     try:
-        return json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError) as error:
+        if index.stat().st_size > LONGEST_INDEX:
+            raise ValueError(f"longer than {LONGEST_INDEX} bytes")
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        if not isinstance(weight_map, dict):
+            raise TypeError("weight_map is not an object")
+        for name, shard in weight_map.items():
+            _check_name(name)
+            _check_shard(shard)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             [
                 f"{index} is not an index ({type(error).__name__}: {error}): download it again."
             ]
         ) from error
+    return weight_map
+
+
+def _check_name(name: str) -> None:
+    """Raise for a name that would tear a message's line, or that no terminal shows."""
+    if not name.isprintable():
+        raise ValueError(f"{name!a:.200} is not the name of a tensor")
+
+
+def _check_shard(shard: Any) -> None:
+    """Raise for what is not the name of a file in the checkpoint's own directory."""
+    plain = isinstance(shard, str) and shard.isprintable() and len(shard) < 256
+    if not plain or shard in ("", ".", "..") or "/" in shard or "\\" in shard:
+        raise ValueError(f"{shard!a:.200} is not the name of a file beside it")
 
 
 def _read_header(path: Path) -> Iterator[Placed]:
     """The tensors of one shard in the order of their data."""
-    if not path.exists():
-        raise CheckpointError(
-            [f"{path.name} is missing from {path.parent}: download it again."]
-        )
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 + length:
-            raise CheckpointError(
-                [
-                    f"{path.name} is truncated: {size} bytes do not hold its header of {length}. "
-                    "Download it again."
-                ]
-            )
-        content = file.read(length)
+    size, content = _read_json(path)
     try:
         entries = [
-            (name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            _read_entry(name, entry)
             for name, entry in json.loads(content).items()
             if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(
             [
                 f"{path.name} has an unreadable header ({type(error).__name__}: {error}): "
                 "download it again."
             ]
         ) from error
-    data = 8 + length
+    data = 8 + len(content)
     tensors = []
     for name, dtype, shape, begin, end in entries:
         if dtype not in BYTES:
@@ -149,8 +181,17 @@ def _read_header(path: Path) -> Iterator[Placed]:
             )
         header = TensorHeader(path.name, dtype, shape)
         tensors.append(Placed(name, header, data + begin, end - begin))
-    tensors.sort(key=lambda tensor: tensor.begin)
-    expected = data + sum(tensor.nbytes for tensor in tensors)
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.nbytes))
+    expected = data
+    for tensor in tensors:
+        if tensor.begin != expected:
+            raise CheckpointError(
+                [
+                    f"{tensor.name} begins at byte {tensor.begin}, where {expected} is expected, "
+                    f"in {path.name}. Download it again."
+                ]
+            )
+        expected += tensor.nbytes
     if size != expected:
         state = "truncated" if size < expected else "too long"
         raise CheckpointError(
@@ -159,3 +200,65 @@ def _read_header(path: Path) -> Iterator[Placed]:
             ]
         )
     yield from tensors
+
+
+def _read_json(path: Path) -> tuple[int, bytes]:
+    """A shard's size in bytes, and its header, read only if the shard can hold it."""
+    # Not a directory, and not a pipe, which would be waited for.
+    if not path.is_file():
+        raise CheckpointError(
+            [f"{path.name} is missing from {path.parent}: download it again."]
+        )
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 + length:
+                raise CheckpointError(
+                    [
+                        f"{path.name} is truncated: {size} bytes do not hold its header of {length}. "
+                        "Download it again."
+                    ]
+                )
+            if length > LONGEST_HEADER:
+                raise CheckpointError(
+                    [
+                        f"{path.name} has a header of {length} bytes, expected at most {LONGEST_HEADER}: "
+                        "download it again."
+                    ]
+                )
+            return size, file.read(length)
+    except OSError as error:
+        raise CheckpointError(
+            [f"{path.name} cannot be read: {error.strerror}, in {path.parent}."]
+        ) from error
+
+
+def _read_entry(
+    name: str, entry: dict[str, Any]
+) -> tuple[str, str, tuple[int, ...], int, int]:
+    """(name, dtype, shape, begin, end), of the right types; a dtype may be unknown.
+
+    Raises:
+        ValueError, KeyError, TypeError: an entry that is not one, or counts beyond int64.
+    """
+    _check_name(name)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or not dtype.isprintable():
+        raise ValueError(f"{name} has no dtype")
+    if not _are_counts(shape) or len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"{name} has no shape")
+    # A tensor without elements has strides too, which must not overflow.
+    if prod(max(size, 1) for size in shape) > LARGEST:
+        raise ValueError(f"{name} has too large a shape")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name} has no place")
+    begin, end = offsets
+    return name, dtype, tuple(shape), begin, end
+
+
+def _are_counts(values: Any) -> bool:
+    """Whether JSON holds a list of integers that an int64 can count."""
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value <= LARGEST for value in values
+    )
