@@ -35,6 +35,7 @@ WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "atom_vllm_bridge.workers.cpu.AtomCpuWorker",
     "vllm.v1.worker.gpu_worker.Worker": "atom_vllm_bridge.workers.gpu.AtomGpuWorker",
 }
+PICKLED_FORMATS = ("pt", "npcache")
 # Blocks of every group divide it, and a prefix hit lands on it.
 BLOCK_SIZE = 128
 
@@ -111,6 +112,12 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
         raise Refused(
             f"--quantization {model.quantization} would be ignored: the layout is read from the checkpoint's tensors. "
             f"Drop it, or {own}."
+        )
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format in PICKLED_FORMATS:
+        raise Refused(
+            f"--load-format {load_format} unpickles weights, which can run code. "
+            "Take a checkpoint in *.safetensors, and leave it out."
         )
     _refuse_a_draft_of_another_kind(vllm_config)
     for name, given in (

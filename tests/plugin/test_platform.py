@@ -187,6 +187,7 @@ def test_deepseek_v4_keeps_what_the_cpu_platform_switches_off(small_checkpoint):
         ),
         ({"quantization": "fp8"}, "--quantization fp8"),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb"),
+        ({"load_format": "pt"}, "--load-format pt unpickles"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid"),
         ({"additional_config": {"atom": {"ops": "cuda"}}}, "'cuda'"),
