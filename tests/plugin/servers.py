@@ -41,7 +41,6 @@ class Server:
     process: subprocess.Popen
     port: int
     tokenizer: Tokenizer
-    ready_after: float
     log: Path
 
     @property
@@ -125,7 +124,7 @@ def serving(checkpoint: Path, log: Path, options: str) -> Iterator[Server]:
             assert waited < READY_SECONDS, tail(log, "the server is not ready")
             time.sleep(0.2)
         tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-        yield Server(process, port, tokenizer, time.monotonic() - start, log)
+        yield Server(process, port, tokenizer, log)
         assert process.poll() is None, tail(log, "the server did not survive")
         process.terminate()
         try:

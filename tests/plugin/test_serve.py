@@ -48,11 +48,6 @@ def server(tiny_checkpoint, tmp_path_factory):
         yield server
 
 
-def test_a_server_is_ready_within_a_minute(server):
-    print(f"ready after {server.ready_after:.1f} s")
-    assert server.ready_after < 60
-
-
 def test_a_worker_with_a_gibibyte_of_cache_answers_within_two(server):
     """Eight short prompts, and one of 2,000 tokens, in two steps of 1,024."""
     assert len(server.complete([PROMPT] * 8, 16).choices) == 8
