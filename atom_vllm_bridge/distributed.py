@@ -5,6 +5,7 @@ over data-parallel ranks, and tokens go between these: gathered before the exper
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from vllm.config import VllmConfig
@@ -33,11 +34,8 @@ def parallel_of(vllm_config: VllmConfig, size: int | None = None) -> Parallel:
         )
     if not config.enable_expert_parallel or config.data_parallel_size == 1:
         return place
-    return Parallel(
-        place.rank,
-        place.size,
-        place.all_reduce,
-        place.all_gather,
+    return replace(
+        place,
         replica=get_dp_group().rank_in_group,
         replicas=get_dp_group().world_size,
         gather=_gather,

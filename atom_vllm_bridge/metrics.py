@@ -292,7 +292,7 @@ class Requests:
 
         Args:
             sums: by position: offered, admitted, expected to be kept, kept.
-            budget: draft tokens of the step that begins.
+            budget: draft tokens of the last step.
         """
         if self._values is None:
             return

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 STEPS = 16
 
 
+def watch(runner: Any) -> None:
+    """Have the model state of vLLM's runner count what adaptive verification does; nothing where drafts are verified whole."""
+    if runner.adaptive_verification is not None:
+        state = runner.model_state
+        state.verdicts = Verdicts(runner.speculator, state.counted)
+
+
 class Verdicts:
     """Sums by position, made on the device for several steps at once; no step waits for them."""
 

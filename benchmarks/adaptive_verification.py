@@ -22,15 +22,12 @@ from typing import Annotated, Any
 import typer
 
 USERS, NEW, TURNS = (1, 4, 8, 16), 96, 3
-ARMS: dict[str, dict[str, Any] | None] = {
-    "off": None,
-    "K = 5": {"method": "dspark", "num_speculative_tokens": 5},
-    "K = 7": {"method": "dspark", "num_speculative_tokens": 7},
-    "adaptive K ≤ 7": {
-        "method": "dspark",
-        "num_speculative_tokens": 7,
-        "enable_adaptive_verification": True,
-    },
+# Arms of `atom-vllm-bridge eval`, by how a reader knows them.
+ARMS = {
+    "off": "off",
+    "K = 5": "dspark-5",
+    "K = 7": "dspark-7",
+    "adaptive K ≤ 7": "adaptive-7",
 }
 
 
@@ -83,6 +80,7 @@ def serve(arm: str, checkpoint: str) -> None:
     """An engine that answers each line of stdin, a number of requests, with a line of figures."""
     from vllm import LLM, SamplingParams
 
+    from atom_vllm_bridge.measure import accuracy
     from atom_vllm_bridge.measure.workload import PROMPTS
 
     engine = LLM(
@@ -90,7 +88,7 @@ def serve(arm: str, checkpoint: str) -> None:
         dtype="float32",
         max_model_len=4096,
         kv_cache_memory_bytes=1 << 30,
-        speculative_config=ARMS[arm],
+        speculative_config=accuracy.ARMS[ARMS[arm]].speculative_config,
         seed=0,
     )
     core: Any = engine.llm_engine.engine_core.engine_core

@@ -38,16 +38,22 @@ class Arm:
     adaptive: bool = False
 
     @property
-    def flags(self) -> list[str]:
-        """For `vllm serve`."""
+    def speculative_config(self) -> dict[str, Any] | None:
+        """For vLLM's engine."""
         if self.draft is None:
-            return []
+            return None
         config: dict[str, Any] = {"method": self.draft}
         if self.length is not None:
             config["num_speculative_tokens"] = self.length
         if self.adaptive:
             config["enable_adaptive_verification"] = True
-        return ["--speculative-config", json.dumps(config)]
+        return config
+
+    @property
+    def flags(self) -> list[str]:
+        """For `vllm serve`."""
+        config = self.speculative_config
+        return [] if config is None else ["--speculative-config", json.dumps(config)]
 
 
 ARMS = {

@@ -24,7 +24,9 @@ class AtomCpuCommunicator(CpuCommunicator):
             sizes: rows of each rank; None: as many as here.
         """
         if dim != 0:
-            raise NotImplementedError("all_gatherv: only rows are gathered, dim 0.")
+            raise NotImplementedError(
+                f"all_gatherv over dimension {dim}: ranks differ in rows alone; pass dim=0."
+            )
         if isinstance(input_, list):
             return [self._gather_rows(one, sizes) for one in input_]
         return self._gather_rows(input_, sizes)
@@ -52,7 +54,7 @@ class AtomCpuCommunicator(CpuCommunicator):
         """
         if dim not in (0, -input_.dim()):
             raise NotImplementedError(
-                "reduce_scatterv: only rows are handed out, dim 0."
+                f"reduce_scatterv over dimension {dim}: ranks differ in rows alone; pass dim=0."
             )
         sizes = sizes or [len(input_) // self.world_size] * self.world_size
         total = input_.clone()

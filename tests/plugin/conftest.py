@@ -61,6 +61,14 @@ def agreeing_dspark(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def headless_dspark(tmp_path_factory):
+    """The checkpoint of `agreeing_dspark`, but without a confidence head."""
+    return _shallow(
+        tmp_path_factory, "dspark", "agreeing", enable_confidence_head=False
+    )
+
+
+@pytest.fixture(scope="session")
 def agreeing_mtp(tmp_path_factory):
     """Another target of SHALLOW, and an MTP layer that often agrees with it."""
     return _shallow(tmp_path_factory, "mtp", "agreeing")
@@ -78,7 +86,7 @@ def random_mtp(tmp_path_factory):
     return _shallow(tmp_path_factory, "mtp", "tiny")
 
 
-def _shallow(tmp_path_factory, draft, preset):
+def _shallow(tmp_path_factory, draft, preset, **overrides):
     from atom_vllm_bridge.checkpoint.make import make
 
     stages = {"n_mtp_layers": 2} if draft == "dspark" else {}
@@ -87,5 +95,5 @@ def _shallow(tmp_path_factory, draft, preset):
         preset=preset,
         layout="bf16",
         draft=draft,
-        overrides=SHALLOW | stages,
+        overrides=SHALLOW | stages | overrides,
     )

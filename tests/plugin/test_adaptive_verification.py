@@ -204,31 +204,17 @@ def test_another_worker_is_refused(agreeing_dspark):
         configuration(agreeing_dspark, worker_cls="some.Worker", **adaptive())
 
 
-def test_a_head_that_is_asked_for_and_absent_is_refused(headless):
+def test_a_head_that_is_asked_for_and_absent_is_refused(headless_dspark):
     with pytest.raises(
         Refused, match=r"no mtp\.1\.confidence_head\.proj\.weight\. Pass --hf-overrides"
     ):
         configuration(
-            headless, hf_overrides={"enable_confidence_head": True}, **adaptive()
+            headless_dspark, hf_overrides={"enable_confidence_head": True}, **adaptive()
         )
 
 
-@pytest.fixture(scope="module")
-def headless(tmp_path_factory):
-    """The checkpoint of `agreeing_dspark`, but without a confidence head."""
-    from atom_vllm_bridge.checkpoint.make import make
-
-    return make(
-        tmp_path_factory.mktemp("checkpoints") / "headless",
-        preset="agreeing",
-        layout="bf16",
-        draft="dspark",
-        overrides=SHALLOW | {"n_mtp_layers": 2, "enable_confidence_head": False},
-    )
-
-
-def test_without_a_head_acceptance_is_estimated(headless, expected):
-    with running(headless, max_num_seqs=64, **adaptive()) as engine:
+def test_without_a_head_acceptance_is_estimated(headless_dspark, expected):
+    with running(headless_dspark, max_num_seqs=64, **adaptive()) as engine:
         assert engine.runner.speculator.acceptance_estimator is not None
         answers = engine.generate(PROMPTS[FEW], max_tokens=TOKENS)
         assert engine.counter("vllm:spec_decode_num_accepted_tokens") > 0

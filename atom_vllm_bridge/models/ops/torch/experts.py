@@ -48,7 +48,7 @@ def experts(
     product = _bags if few or _may_not_wait(x) else _groups
     hidden = swiglu(product(rows, expert, w13), limit)
     missing = (expert == w13.shape[0]).unsqueeze(1)
-    sorted_y = product(hidden, expert, w2).masked_fill(missing, 0.0)
+    sorted_y = product(hidden, expert, w2).masked_fill_(missing, 0.0)
     y = torch.empty_like(sorted_y).index_copy_(0, order, sorted_y)
     return torch.bmm(weights.unsqueeze(1), y.view(tokens, k, -1).float()).squeeze(1)
 
