@@ -1,6 +1,7 @@
-"""Tokens a second without drafts, with a fixed number of them, and with as many verified as pay; on a CPU, in one run.
+"""Tokens a second without drafts, with a fixed number of them, and with as many verified as pay, in one run.
 
     python benchmarks/adaptive_verification.py [--checkpoint DIR] [--plot FILE]
+    python benchmarks/adaptive_verification.py --users 1,4,8,16,32,64,128,256 --dtype bfloat16     on a GPU
 
 Each arm is an engine in a process of its own; all of them stay, and take turns at every number of requests, so that a machine
 that slows down slows all. Prompts are the frozen prose and problems of `atom-vllm-bridge bench`, answers 96 greedy tokens,
@@ -21,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-USERS, NEW, TURNS = (1, 4, 8, 16), 96, 3
+NEW, TURNS = 96, 3
 # Arms of `atom-vllm-bridge eval`, by how a reader knows them.
 ARMS = {
     "off": "off",
@@ -76,7 +77,7 @@ class Budgets:
         return found
 
 
-def serve(arm: str, checkpoint: str) -> None:
+def serve(arm: str, checkpoint: str, dtype: str, most: int) -> None:
     """An engine that answers each line of stdin, a number of requests, with a line of figures."""
     from vllm import LLM, SamplingParams
 
@@ -85,8 +86,9 @@ def serve(arm: str, checkpoint: str) -> None:
 
     engine = LLM(
         checkpoint,
-        dtype="float32",
-        max_model_len=4096,
+        dtype=dtype,
+        max_model_len=1024,
+        max_num_seqs=most,
         kv_cache_memory_bytes=1 << 30,
         speculative_config=accuracy.ARMS[ARMS[arm]].speculative_config,
         seed=0,
@@ -119,7 +121,9 @@ def serve(arm: str, checkpoint: str) -> None:
 
 
 @contextmanager
-def engines(checkpoint: Path, threads: int) -> Iterator[dict[str, subprocess.Popen]]:
+def engines(
+    checkpoint: Path, threads: int, dtype: str, most: int
+) -> Iterator[dict[str, subprocess.Popen]]:
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -133,7 +137,15 @@ def engines(checkpoint: Path, threads: int) -> Iterator[dict[str, subprocess.Pop
     try:
         for arm in ARMS:
             started[arm] = subprocess.Popen(
-                [sys.executable, __file__, "--serve", arm, str(checkpoint)],
+                [
+                    sys.executable,
+                    __file__,
+                    "--serve",
+                    arm,
+                    str(checkpoint),
+                    dtype,
+                    str(most),
+                ],
                 env=environment,
                 text=True,
                 stdin=subprocess.PIPE,
@@ -157,11 +169,13 @@ def answer(process: subprocess.Popen, until: str = "{") -> str:
     raise SystemExit(f"an engine ended with {process.wait()}: {process.args!r}")
 
 
-def measured(checkpoint: Path, threads: int) -> dict[int, dict[str, dict[str, float]]]:
+def measured(
+    checkpoint: Path, threads: int, dtype: str, counts: list[int]
+) -> dict[int, dict[str, dict[str, float]]]:
     """By requests and arm, the best of the turns."""
     found: dict[int, dict[str, dict[str, float]]] = {}
-    with engines(checkpoint, threads) as processes:
-        for users in USERS:
+    with engines(checkpoint, threads, dtype, max(counts)) as processes:
+        for users in counts:
             turns: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
             for _ in range(TURNS):
                 for arm, process in processes.items():
@@ -200,6 +214,8 @@ def main(
         Path | None, typer.Option(help="With a DSpark draft; schoolbook unless given.")
     ] = None,
     threads: Annotated[int, typer.Option(help="OpenMP threads of each engine.")] = 2,
+    users: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,8,16",
+    dtype: Annotated[str, typer.Option()] = "float32",
     plot: Annotated[Path, typer.Option()] = Path("build/adaptive_verification.png"),
 ) -> None:
     """Print tokens a second of every arm, and the predicted and the measured gain over K = 7."""
@@ -209,14 +225,15 @@ def main(
 
     with tempfile.TemporaryDirectory() as folder:
         where = checkpoint or make(Path(folder) / "schoolbook", "schoolbook")
-        found = measured(where, threads)
+        counts = [int(count) for count in users.split(",")]
+        found = measured(where, threads, dtype, counts)
     rows = []
-    for users, arms in found.items():
+    for at_once, arms in found.items():
         speed = {arm: figures["speed"] for arm, figures in arms.items()}
         (adaptive,) = (arms[arm] for arm in arms if arm.startswith("adaptive"))
         rows.append(
             [
-                users,
+                at_once,
                 *(f"{each:.0f}" for each in speed.values()),
                 f"{adaptive['verified']:.2f}",
                 f"{adaptive['speed'] / max(speed['K = 5'], speed['K = 7']):.2f} ×",
@@ -238,6 +255,6 @@ def main(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2], sys.argv[3])
+        serve(sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]))
     else:
         typer.run(main)

@@ -97,7 +97,7 @@ def test_the_tests_of_this_file_pass_under_the_interpreter():
 @SEEDED
 @KEY_CODECS
 @sizes(
-    [((2, 1, 2, 24, 4, 5, 40), "by bytes"), ((2, 3, 2, 96, 16, 38, 0), "by rows")],
+    [((2, 1, 2, 24, 8, 5, 40), "by bytes"), ((2, 3, 2, 96, 16, 38, 0), "by rows")],
     [
         ((1, 1, 64, 512, 64, 128, 512), "no"),
         ((16, 1, 64, 512, 64, 128, 2048), "by rows"),
@@ -131,7 +131,7 @@ def test_attention_reads_what_is_seen_and_nothing_else(size, name, seed):
 @runs
 @KEY_CODECS
 def test_a_query_of_nan_keeps_it_to_itself(name):
-    draw, codec = Draw(0), CODECS[name](24, 4)
+    draw, codec = Draw(0), CODECS[name](24, 8)
     safe, window = draw.keys(codec, 3, 1, 12, 0)
     query, sink = draw(3, 1, 2, 24), draw(2)
     query[2] = torch.nan

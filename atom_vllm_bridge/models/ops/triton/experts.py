@@ -22,12 +22,12 @@ from atom_vllm_bridge.models.ops.triton.products import (
 )
 from atom_vllm_bridge.models.quantization.kept import Kept
 
-# Launch hints for up to so many slots an expert: slots a tile, outputs a tile, warps, stages.
-HINTS: tuple[tuple[int, int, int, int, int], ...] = (
-    (12, 16, 64, 4, 3),
-    (24, 32, 64, 4, 3),
-    (96, 64, 64, 4, 3),
-    (1 << 62, 128, 128, 8, 2),
+# Launch hints for up to so many slots an expert: slots a tile, outputs a tile, warps, stages, whether to swap factors.
+HINTS: tuple[tuple[int, int, int, int, int, bool], ...] = (
+    (12, 16, 64, 4, 3, True),
+    (24, 32, 64, 4, 3, True),
+    (96, 64, 128, 4, 2, True),
+    (1 << 62, 128, 128, 8, 3, True),
 )
 # Slots that are sorted at once.
 CHUNK = 1024
@@ -127,6 +127,7 @@ def _product(
     FORMAT: tl.constexpr,
     STEP: tl.constexpr,
     EVEN: tl.constexpr,
+    SWAP: tl.constexpr,
     PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -165,6 +166,7 @@ def _product(
         FORMAT,
         STEP,
         EVEN,
+        SWAP,
         PRODUCT,
         BLOCK_M,
         BLOCK_N,
@@ -211,11 +213,13 @@ def _multiply(
     out: torch.Tensor,
     k: int,
     limit: float | None,
-    hints: tuple[int, int, int],
+    block_n: int,
+    warps: int,
+    stages: int,
+    swap: bool,
 ) -> None:
     """`_product` of x [·, a] with `w`; gated if there is a limit."""
     (band,) = w.bands
-    block_n, warps, stages = hints
     inputs, step = w.inputs, STEPS[band.format]
     # Tiles of one expert follow each other, so that they find its weights in the cache.
     grid = triton.cdiv(w.outputs, block_n), len(by_expert.tiles)
@@ -234,6 +238,7 @@ def _multiply(
         FORMAT=band.format,
         STEP=step,
         EVEN=inputs % step == 0,
+        SWAP=swap,
         PRODUCT=product_type(_product, x),
         BLOCK_M=by_expert.rows,
         BLOCK_N=block_n,
@@ -260,14 +265,13 @@ def experts(
     slots = tokens * k
     # In float32, which has no matrix units, small tiles are best.
     each = 1 if x.dtype == torch.float32 else triton.cdiv(slots, many)
-    _, rows, *rest = next(h for h in HINTS if each <= h[0])
-    block_n, warps, stages = rest
+    _, rows, *hints = next(h for h in HINTS if each <= h[0])
     chosen = chosen.contiguous()
     by_expert = sort(chosen, many, rows)
     gated = x.new_empty(slots, inner)
-    _multiply(x.contiguous(), w13, by_expert, gated, k, limit, (block_n, warps, stages))
+    _multiply(x.contiguous(), w13, by_expert, gated, k, limit, *hints)
     y = x.new_empty(slots, dim)
-    _multiply(gated, w2, by_expert, y, k, None, (block_n, warps, stages))
+    _multiply(gated, w2, by_expert, y, k, None, *hints)
     block = min(1024, triton.next_power_of_2(dim))
     _add[(tokens, triton.cdiv(dim, block))](
         y, chosen, weights.contiguous(), out, k, dim, many, BLOCK=block

@@ -14,6 +14,7 @@ import triton.language as tl
 from atom_vllm_bridge.models.ops.gradients import trained
 from atom_vllm_bridge.models.ops.torch import indexer_logits as reference
 from atom_vllm_bridge.models.ops.triton.stored_rows import (
+    begin,
     format_of,
     layout,
     product_type,
@@ -72,6 +73,7 @@ def indexer_logits(
         PRODUCT=product,
         PER_BLOCK=where["PER_BLOCK"],
         ROW_STRIDE=where["ROW_STRIDE"],
+        UNIT=where["UNIT"],
         BLOCK_E=block_e,
         BLOCK_Q=triton.next_power_of_2(queries),
         BLOCK_H=min(most_heads, max(16, triton.next_power_of_2(heads))),
@@ -98,6 +100,7 @@ def _score(
     PRODUCT: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
+    UNIT: tl.constexpr,
     FORMAT: tl.constexpr,
     DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
@@ -117,25 +120,18 @@ def _score(
         return
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     inside = e < entries
-    key = read_rows(
-        rows,
-        tl.load(ids + tile * entries + e, mask=inside, other=0),
-        inside,
-        block_stride,
-        PER_BLOCK,
-        ROW_STRIDE,
-        FORMAT,
-        DIM,
-        ROPE_DIM,
-        BLOCK_D,
-    ).to(PRODUCT)
+    key_ids = tl.load(ids + tile * entries + e, mask=inside, other=0)
+    key_at = tl.where(
+        inside, begin(key_ids, block_stride, PER_BLOCK, ROW_STRIDE, UNIT), -1
+    )
+    key = read_rows(rows, key_at, UNIT, FORMAT, DIM, ROPE_DIM, BLOCK_D).to(PRODUCT)
     column = tl.arange(0, BLOCK_D)
     first = tl.program_id(2) * per_program
     for q in range(first, tl.minimum(first + per_program, queries)):
         at = tile * queries + q
         score = tl.zeros((BLOCK_E,), tl.float32)
-        for begin in tl.static_range(0, HEADS, BLOCK_H):
-            head = begin + tl.arange(0, BLOCK_H)
+        for head_ in tl.static_range(0, HEADS, BLOCK_H):
+            head = head_ + tl.arange(0, BLOCK_H)
             x = tl.load(
                 query + (at * HEADS + head)[:, None] * DIM + column[None, :],
                 mask=(head < HEADS)[:, None] & (column < DIM)[None, :],

@@ -20,16 +20,15 @@ from atom_vllm_bridge.models.ops.triton.products import (
 )
 from atom_vllm_bridge.models.quantization.kept import PLANES, Band, Kept
 
-# Rows; with more, a matrix is read so often that unpacking it once is cheaper. In float32, which has no matrix units, earlier.
-MOST_ROWS = 256
+# Rows; with more, unpacking a matrix once is cheaper. In float32, which has no matrix units, earlier.
+MOST_ROWS = 64
 MOST_FLOAT32_ROWS = 16
-# Launch hints for up to so many rows: rows and outputs a tile, warps, stages, and programs wanted. Several programs a processor
-# load while others multiply; but the parts of many rows cost more to add than idle processors.
-HINTS: tuple[tuple[int, int, int, int, int, int], ...] = (
-    (16, 16, 64, 4, 3, 528),
-    (32, 32, 64, 4, 3, 396),
-    (64, 64, 64, 4, 3, 264),
-    (MOST_ROWS, 128, 64, 8, 3, 132),
+# Launch hints for up to so many rows: rows and outputs a tile, warps, stages, whether to swap factors, and programs wanted.
+# Several programs a processor load while others multiply; but the parts of many rows cost more to add than idle processors.
+HINTS: tuple[tuple[int, int, int, int, int, bool, int], ...] = (
+    (16, 16, 64, 4, 3, False, 528),
+    (32, 32, 64, 4, 3, False, 264),
+    (MOST_ROWS, 64, 64, 4, 3, True, 132),
 )
 
 
@@ -54,6 +53,7 @@ def _tile(
     FORMAT: tl.constexpr,
     STEP: tl.constexpr,
     EVEN: tl.constexpr,
+    SWAP: tl.constexpr,
     PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -79,6 +79,7 @@ def _tile(
         FORMAT,
         STEP,
         EVEN,
+        SWAP,
         PRODUCT,
         BLOCK_M,
         BLOCK_N,
@@ -125,6 +126,7 @@ def _linear(
     FORMAT2: tl.constexpr,
     STEP2: tl.constexpr,
     EVEN: tl.constexpr,
+    SWAP: tl.constexpr,
     PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -153,6 +155,7 @@ def _linear(
             FORMAT2,
             STEP2,
             EVEN,
+            SWAP,
             PRODUCT,
             BLOCK_M,
             BLOCK_N,
@@ -178,6 +181,7 @@ def _linear(
         FORMAT,
         STEP,
         EVEN,
+        SWAP,
         PRODUCT,
         BLOCK_M,
         BLOCK_N,
@@ -201,7 +205,7 @@ def few_rows(x: torch.Tensor, w: Kept) -> torch.Tensor:
         return out
     band, *others = w.bands
     other = others[0] if others else band
-    _, block_m, block_n, warps, stages, programs = next(
+    _, block_m, block_n, warps, stages, swap, programs = next(
         h for h in HINTS if tokens <= h[0]
     )
     tiles = groups * triton.cdiv(band.rows // groups, block_n)
@@ -240,6 +244,7 @@ def few_rows(x: torch.Tensor, w: Kept) -> torch.Tensor:
         FORMAT2=other.format if others else "none",
         STEP2=STEPS[other.format],
         EVEN=inputs % step == 0,
+        SWAP=swap,
         PRODUCT=product_type(_linear, x),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -254,33 +259,32 @@ def _unpack(
     words,
     scales,
     out,
+    total,
     inputs,
     row_words,
-    row_scales,
     FORMAT: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK words of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = word < row_words
-    q = tl.load(words + row * row_words + word, mask=live, other=0)
-    step = word // 32
-    first = step * (32 * GROUPS) + word % 32
+    """BLOCK words of all rows' `total`, one row after another."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < total
+    q = tl.load(words + at, mask=live, other=0)
+    row = at // row_words
+    word = (at - row * row_words).to(tl.int32)
+    first = word // 32 * (32 * GROUPS) + word % 32
+    out += row * inputs
     for p in tl.static_range(GROUPS // 2):
         both = halves(q, p, FORMAT)
         for high in tl.static_range(2):
             group = p + high * (GROUPS // 2)
-            scale = scales + row * row_scales + step * GROUPS + group
-            factor = tl.load(scale, mask=live, other=0)
+            factor = tl.load(scales + at // 32 * GROUPS + group, mask=live, other=0)
             bits = both & -0x10000 if high else both << 16
             value = bits.to(tl.float32, bitcast=True)
             value *= (factor.to(tl.int32) << 23).to(tl.float32, bitcast=True)
             column = first + 32 * group
             inside = live & (column < inputs)
-            at = out + row * inputs + column
-            tl.store(at, value.to(out.dtype.element_ty), mask=inside)
+            tl.store(out + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 def unpacked(band: Band, dtype: torch.dtype) -> torch.Tensor:
@@ -288,15 +292,15 @@ def unpacked(band: Band, dtype: torch.dtype) -> torch.Tensor:
     if band.scales is None:
         return band.values.to(dtype)
     out = torch.empty(band.rows, band.inputs, dtype=dtype, device=band.device)
-    row_words, block = band.values.shape[1], 256
+    total, block = band.values.numel(), 1024
     if out.numel():
-        _unpack[(band.rows, triton.cdiv(row_words, block))](
+        _unpack[(triton.cdiv(total, block),)](
             band.values,
             band.scales,
             out,
+            total,
             band.inputs,
-            row_words,
-            band.scales.shape[1],
+            band.values.shape[1],
             FORMAT=band.format,
             GROUPS=PLANES[band.format].groups,
             BLOCK=block,

@@ -56,25 +56,40 @@ def halves(q, p: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _widened(half, factor, PRODUCT: tl.constexpr):
-    """bfloat16 bits in the low 16 of `half` [K, N], times a factor [N], of which there is the exponent's byte."""
+def _widened(half, factor, SWAP: tl.constexpr, PRODUCT: tl.constexpr):
+    """bfloat16 bits in the low 16 of `half`, times a factor an output, of which there is the exponent's byte."""
     if tl.bfloat16 == PRODUCT:
         value = half.to(tl.int16).to(tl.bfloat16, bitcast=True)
         scale = (factor << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         value = (half << 16).to(tl.float32, bitcast=True)
         scale = (factor << 23).to(tl.float32, bitcast=True)
-    return value * scale[None, :]
+    if SWAP:
+        return value * scale[:, None]
+    else:
+        return value * scale[None, :]
 
 
 @triton.jit
-def _columns(x, live, column, inputs, EVEN: tl.constexpr):
-    """Inputs column [K] of rows x [M], pointers, where live [M]."""
-    if EVEN:
-        return tl.load(x[:, None] + column[None, :], mask=live[:, None], other=0.0)
+def _columns(x, live, column, inputs, EVEN: tl.constexpr, SWAP: tl.constexpr):
+    """Inputs column [K] of rows x [M], pointers, where live [M]: [M, K], or [K, M] if swapped."""
+    if SWAP:
+        at, mask = x[None, :] + column[:, None], live[None, :]
+        if not EVEN:
+            mask = mask & (column < inputs)[:, None]
     else:
-        inside = live[:, None] & (column < inputs)[None, :]
-        return tl.load(x[:, None] + column[None, :], mask=inside, other=0.0)
+        at, mask = x[:, None] + column[None, :], live[:, None]
+        if not EVEN:
+            mask = mask & (column < inputs)[None, :]
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _add_product(rows, w, sums, SWAP: tl.constexpr):
+    if SWAP:
+        return tl.dot(w, rows, sums, input_precision="ieee")
+    else:
+        return tl.dot(rows, w, sums, input_precision="ieee")
 
 
 @triton.jit
@@ -90,59 +105,64 @@ def multiply(
     FORMAT: tl.constexpr,
     STEP: tl.constexpr,
     EVEN: tl.constexpr,
+    SWAP: tl.constexpr,
     PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Rows, given by pointers x [M] to their first inputs and live [M], times outputs n [N] int64 → [M, N] float32.
 
-    Only inputs first … end − 1 are multiplied; `first` is a multiple of STEP, and EVEN says that all inputs are too.
+    Only inputs first … end − 1 are multiplied; `first` is a multiple of STEP, and EVEN says that all inputs are too. SWAP:
+    matrix units take weights as their first factor, which they read from the registers where those were unpacked.
     """
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    place, lane = tl.arange(0, 32), tl.arange(0, STEP)
+    if SWAP:
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        output, word, input = n[:, None], place[None, :], lane[None, :]
+    else:
+        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        output, word, input = n[None, :], place[:, None], lane[:, None]
     steps = tl.cdiv(inputs, STEP)
     if FORMAT == "mxfp4":
-        word = values + n[None, :] * (steps * 32) + tl.arange(0, 32)[:, None]
+        words = values + output * (steps * 32) + word
         exponents = scales + n * (steps * 2)
-        place = tl.arange(0, 32)
         for step in range(first // STEP, tl.cdiv(end, STEP)):
-            q = tl.load(word + step * 32)
+            q = tl.load(words + step * 32)
             low = tl.load(exponents + step * 2)
             high = tl.load(exponents + step * 2 + 1)
             for p in tl.static_range(4):
                 both = halves(q, p, FORMAT)
                 column = step * STEP + 32 * p + place
-                w = _widened(both, (low >> (8 * p)) & 0xFF, PRODUCT)
-                rows = _columns(x, live, column, inputs, EVEN).to(PRODUCT)
-                sums = tl.dot(rows, w, sums, input_precision="ieee")
-                w = _widened(both >> 16, (high >> (8 * p)) & 0xFF, PRODUCT)
-                rows = _columns(x, live, column + 128, inputs, EVEN).to(PRODUCT)
-                sums = tl.dot(rows, w, sums, input_precision="ieee")
+                w = _widened(both, (low >> (8 * p)) & 0xFF, SWAP, PRODUCT)
+                rows = _columns(x, live, column, inputs, EVEN, SWAP).to(PRODUCT)
+                sums = _add_product(rows, w, sums, SWAP)
+                w = _widened(both >> 16, (high >> (8 * p)) & 0xFF, SWAP, PRODUCT)
+                rows = _columns(x, live, column + 128, inputs, EVEN, SWAP).to(PRODUCT)
+                sums = _add_product(rows, w, sums, SWAP)
     elif FORMAT == "fp8":
-        word = values + n[None, :] * (steps * 32) + tl.arange(0, 32)[:, None]
+        words = values + output * (steps * 32) + word
         exponents = scales + n * steps
-        place = tl.arange(0, 32)
         for step in range(first // STEP, tl.cdiv(end, STEP)):
-            q = tl.load(word + step * 32)
+            q = tl.load(words + step * 32)
             four = tl.load(exponents + step)
             for p in tl.static_range(2):
                 both = halves(q, p, FORMAT)
                 column = step * STEP + 32 * p + place
-                w = _widened(both, (four >> (8 * p)) & 0xFF, PRODUCT)
-                rows = _columns(x, live, column, inputs, EVEN).to(PRODUCT)
-                sums = tl.dot(rows, w, sums, input_precision="ieee")
-                w = _widened(both >> 16, (four >> (8 * p + 16)) & 0xFF, PRODUCT)
-                rows = _columns(x, live, column + 64, inputs, EVEN).to(PRODUCT)
-                sums = tl.dot(rows, w, sums, input_precision="ieee")
+                w = _widened(both, (four >> (8 * p)) & 0xFF, SWAP, PRODUCT)
+                rows = _columns(x, live, column, inputs, EVEN, SWAP).to(PRODUCT)
+                sums = _add_product(rows, w, sums, SWAP)
+                w = _widened(both >> 16, (four >> (8 * p + 16)) & 0xFF, SWAP, PRODUCT)
+                rows = _columns(x, live, column + 64, inputs, EVEN, SWAP).to(PRODUCT)
+                sums = _add_product(rows, w, sums, SWAP)
     else:
-        place = tl.arange(0, STEP)
-        at = values + n[None, :] * inputs + place[:, None]
+        at = values + output * inputs + input
         for step in range(first // STEP, tl.cdiv(end, STEP)):
-            column = step * STEP + place
+            column = step * STEP + lane
             if EVEN:
                 w = tl.load(at + step * STEP)
             else:
-                inside = (column < inputs)[:, None]
+                inside = input + step * STEP < inputs
                 w = tl.load(at + step * STEP, mask=inside, other=0.0)
-            rows = _columns(x, live, column, inputs, EVEN).to(PRODUCT)
-            sums = tl.dot(rows, w.to(PRODUCT), sums, input_precision="ieee")
-    return sums
+            rows = _columns(x, live, column, inputs, EVEN, SWAP).to(PRODUCT)
+            sums = _add_product(rows, w.to(PRODUCT), sums, SWAP)
+    return tl.trans(sums) if SWAP else sums

@@ -4,7 +4,8 @@ A program has one key block after another for a tile of (query, head) pairs, nor
 by all heads, so they are read once. It skips the keys before the first and after the last that its query sees. Where there
 are too few tiles to fill the device, the keys are split among programs, and a second kernel merges their sums.
 
-Where rows are not float32, both products are of bfloat16 with float32 sums.
+Where rows are not float32, both products are of bfloat16 with float32 sums. A rotary tail that is stored in a type of its own
+is multiplied apart.
 """
 
 import torch
@@ -15,15 +16,17 @@ from atom_vllm_bridge.models.ops.gradients import trained
 from atom_vllm_bridge.models.ops.torch import sparse_attention as reference
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
 from atom_vllm_bridge.models.ops.triton.stored_rows import (
+    begin,
     format_of,
     layout,
     product_type,
     read_rows,
+    read_tails,
     readable,
 )
 from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 
-# Programs to have before keys are no longer split, and splits at most.
+# Programs at once, and splits at most.
 PROGRAMS = 132
 MOST_SPLITS = 64
 # Launch hints by what is multiplied: most (query, head) pairs a tile, keys a block, warps, stages.
@@ -52,6 +55,9 @@ def sparse_attention(
     if out.numel() == 0:
         return out
     product = product_type(_attend, codec)
+    tail = 0
+    if codec.name == "fp8_ds_mla":
+        tail = max(16, triton.next_power_of_2(codec.rope_dim))
     most_pairs, block_e, warps, stages = HINTS[product]
     block_m = min(most_pairs, max(16, triton.next_power_of_2(pairs)))
     programs = tiles * triton.cdiv(pairs, block_m)
@@ -59,15 +65,18 @@ def sparse_attention(
     first_width = window.ids.shape[1]
     last_width = 0 if compressed is None else last.ids.shape[1]
     blocks = triton.cdiv(first_width, block_e) + triton.cdiv(last_width, block_e)
-    splits = min(MOST_SPLITS, blocks, triton.cdiv(PROGRAMS, programs))
-    per_split = triton.cdiv(blocks, max(splits, 1))
+    # Merging costs, and programs that do not fit at once wait.
+    splits = max(1, min(MOST_SPLITS, blocks, PROGRAMS // programs))
+    per_split = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, per_split) if blocks else 1
 
+    # Converted before, so that matrix units take it from shared memory and registers are left for sums.
+    query = query.to(torch.float32 if product is tl.float32 else torch.bfloat16)
     query, sink = query.contiguous(), sink.contiguous()
     partial, state = out, out
     if splits > 1:
-        partial = query.new_empty(splits, tiles * pairs, dim)
-        state = query.new_empty(splits, 2, tiles * pairs)
+        partial = out.new_empty(splits, tiles * pairs, dim)
+        state = out.new_empty(splits, 2, tiles * pairs)
     ids, hidden = window.ids.contiguous(), _bytes(window.hidden)
     ids2, hidden2 = last.ids.contiguous(), _bytes(last.hidden)
     rows, rows2 = layout(window.rows), layout(last.rows)
@@ -95,21 +104,25 @@ def sparse_attention(
         pairs,
         per_split,
         HEADS=heads,
-        PRODUCT=product,
         PER_BLOCK=rows["PER_BLOCK"],
         ROW_STRIDE=rows["ROW_STRIDE"],
+        UNIT=rows["UNIT"],
         PER_BLOCK2=rows2["PER_BLOCK"],
         ROW_STRIDE2=rows2["ROW_STRIDE"],
+        UNIT2=rows2["UNIT"],
         ONE_QUERY=queries == 1 or heads % block_m == 0,
         SPLIT=splits > 1,
         BLOCK_M=block_m,
         BLOCK_E=block_e,
+        BLOCK_R=tail,
+        # As many values as threads.
+        COPIES=max(1, 32 * warps // block_e),
         num_warps=warps,
         num_stages=stages,
         **format_of(codec),
     )
     if splits > 1:
-        block_c = min(128, triton.next_power_of_2(dim))
+        block_c = min(512, triton.next_power_of_2(dim))
         _merge[(tiles * pairs, triton.cdiv(dim, block_c))](
             partial,
             state,
@@ -118,7 +131,7 @@ def sparse_attention(
             splits,
             DIM=dim,
             MOST_SPLITS=MOST_SPLITS,
-            BLOCK_S=16,
+            BLOCK_S=min(8, triton.next_power_of_2(splits)),
             BLOCK_C=block_c,
             num_warps=4,
         )
@@ -144,11 +157,24 @@ def _seen_range(hidden, start, stop, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
+def _once(value, COPIES: tl.constexpr):
+    """The maximum of COPIES equal columns.
+
+    The compiler would rather load a short vector again in each layout that uses it than move it, and the index arithmetic with
+    it; not so a maximum.
+    """
+    return tl.max(value, 1) if COPIES > 1 else tl.reshape(value, (value.shape[0],))
+
+
+@triton.jit
 def _add_keys(
     acc,
+    acc_tail,
     top,
     total,
     q,
+    q_tail,
+    scale,
     query_of,
     rows,
     ids,
@@ -159,58 +185,68 @@ def _add_keys(
     block_stride,
     PER_BLOCK: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
+    UNIT: tl.constexpr,
     FORMAT: tl.constexpr,
     DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
-    """Keys start … stop − 1 of one source; q [M, D] has the scale in it. acc [M, D] and total [M] are relative to 2^top [M]."""
+    """Keys start … stop − 1 of one source, for q [M, D]. acc [M, D] and total [M] are relative to 2^top [M].
+
+    q_tail and acc_tail [M, BLOCK_R] where rows have a tail of another type; else nothing.
+    """
     if ONE_QUERY:
         hidden += query_of * to_query
         if stop - start > 4 * BLOCK_E:
             start, stop = _seen_range(hidden, start, stop, BLOCK_E)
-    for at in range(start, stop, BLOCK_E):
-        e = at + tl.arange(0, BLOCK_E)
-        inside = e < stop
-        key_ids = tl.load(ids + e, mask=inside, other=0)
+    for first in range(start, stop, BLOCK_E):
+        e = first + tl.arange(0, BLOCK_E)
+        copies = e[:, None] + tl.zeros((1, COPIES), tl.int32)
+        at = begin(
+            tl.load(ids + copies, mask=copies < stop, other=0),
+            block_stride,
+            PER_BLOCK,
+            ROW_STRIDE,
+            UNIT,
+        )
         if ONE_QUERY:
-            seen = tl.load(hidden + e, mask=inside, other=1) == 0
-            visible = seen[None, :]
+            # Hidden keys read nothing.
+            behind = tl.load(hidden + copies, mask=copies < stop, other=1)
+            at = _once(tl.where(behind == 0, at, -1), COPIES)
+            visible = (at >= 0)[None, :]
         else:
             visible = (
                 tl.load(
                     hidden + (query_of[:, None] * to_query + e[None, :]),
-                    mask=(query_of >= 0)[:, None] & inside[None, :],
+                    mask=(query_of >= 0)[:, None] & (e < stop)[None, :],
                     other=1,
                 )
                 == 0
             )
             seen = tl.max(visible.to(tl.int32), 0) > 0
-        key = read_rows(
-            rows,
-            key_ids,
-            seen,
-            block_stride,
-            PER_BLOCK,
-            ROW_STRIDE,
-            FORMAT,
-            DIM,
-            ROPE_DIM,
-            BLOCK_D,
-        ).to(q.dtype)
+            at = tl.where(seen, _once(at, COPIES), -1)
+        key = read_rows(rows, at, UNIT, FORMAT, DIM, ROPE_DIM, BLOCK_D).to(q.dtype)
         score = tl.dot(q, tl.trans(key), input_precision="ieee")
-        score = tl.where(visible, score, float("-inf"))
+        if BLOCK_R:
+            tail = read_tails(rows, at, UNIT, DIM, ROPE_DIM, BLOCK_R).to(q.dtype)
+            score = tl.dot(q_tail, tl.trans(tail), score, input_precision="ieee")
+        score = tl.where(visible, score * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         keep = tl.exp2(top - higher)
         weight = tl.exp2(score - higher[:, None])
         total = total * keep + tl.sum(weight, 1)
-        acc = tl.dot(
-            weight.to(key.dtype), key, acc * keep[:, None], input_precision="ieee"
-        )
+        weight = weight.to(key.dtype)
+        acc = tl.dot(weight, key, acc * keep[:, None], input_precision="ieee")
+        if BLOCK_R:
+            acc_tail = tl.dot(
+                weight, tail, acc_tail * keep[:, None], input_precision="ieee"
+            )
         top = higher
-    return acc, top, total
+    return acc, acc_tail, top, total
 
 
 @triton.jit(
@@ -250,19 +286,22 @@ def _attend(
     pairs,
     per_split,
     HEADS: tl.constexpr,
-    PRODUCT: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
+    UNIT: tl.constexpr,
     PER_BLOCK2: tl.constexpr,
     ROW_STRIDE2: tl.constexpr,
+    UNIT2: tl.constexpr,
     FORMAT: tl.constexpr,
     DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     groups = tl.cdiv(pairs, BLOCK_M)
     tile = (tl.program_id(0) // groups).to(tl.int64)
@@ -270,10 +309,20 @@ def _attend(
     first = tl.program_id(0) % groups * BLOCK_M
     pair = first + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
-    at = (tile * pairs + pair)[:, None] * DIM + column[None, :]
-    mask = (pair < pairs)[:, None] & (column < DIM)[None, :]
-    q = tl.load(query + at, mask=mask, other=0.0) * scale * LOG2_E
-    q = q.to(PRODUCT)
+    first_of_tail: tl.constexpr = DIM - ROPE_DIM if BLOCK_R else DIM
+    # Offsets within a tile, so that 32 bits hold them.
+    query += tile * pairs * DIM
+    out += tile * pairs * DIM
+    at = pair[:, None] * DIM + column[None, :]
+    mask = (pair < pairs)[:, None] & (column < first_of_tail)[None, :]
+    q = tl.load(query + at, mask=mask, other=0.0)
+    q_tail, acc_tail = 0.0, 0.0
+    if BLOCK_R:
+        tail = tl.arange(0, BLOCK_R)
+        to_tail = pair[:, None] * DIM + first_of_tail + tail[None, :]
+        inside = (pair < pairs)[:, None] & (tail < ROPE_DIM)[None, :]
+        q_tail = tl.load(query + to_tail, mask=inside, other=0.0)
+        acc_tail = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     # The sink is a key whose value is zero; it also keeps every maximum finite.
     top = tl.load(sink + pair % HEADS) * LOG2_E
     total = tl.zeros((BLOCK_M,), tl.float32) + tl.where(split == 0, 1.0, 0.0)
@@ -284,52 +333,64 @@ def _attend(
         query_of = tl.where(pair < pairs, pair // HEADS, -1).to(tl.int64)
 
     # Blocks of keys are counted through both sources.
-    begin = split * per_split * BLOCK_E
-    end = begin + per_split * BLOCK_E
-    acc, top, total = _add_keys(
+    start = split * per_split * BLOCK_E
+    end = start + per_split * BLOCK_E
+    acc, acc_tail, top, total = _add_keys(
         acc,
+        acc_tail,
         top,
         total,
         q,
+        q_tail,
+        scale * LOG2_E,
         query_of,
         rows,
         ids + tile * width,
         hidden + tile * to_tile,
-        begin,
+        start,
         tl.minimum(end, width),
         to_query,
         block_stride,
         PER_BLOCK,
         ROW_STRIDE,
+        UNIT,
         FORMAT,
         DIM,
         ROPE_DIM,
         BLOCK_D,
+        BLOCK_R,
         ONE_QUERY,
         BLOCK_E,
+        COPIES,
     )
     before = tl.cdiv(width, BLOCK_E) * BLOCK_E
-    acc, top, total = _add_keys(
+    acc, acc_tail, top, total = _add_keys(
         acc,
+        acc_tail,
         top,
         total,
         q,
+        q_tail,
+        scale * LOG2_E,
         query_of,
         rows2,
         ids2 + tile * width2,
         hidden2 + tile * to_tile2,
-        tl.maximum(begin - before, 0),
+        tl.maximum(start - before, 0),
         tl.minimum(end - before, width2),
         to_query2,
         block_stride2,
         PER_BLOCK2,
         ROW_STRIDE2,
+        UNIT2,
         FORMAT,
         DIM,
         ROPE_DIM,
         BLOCK_D,
+        BLOCK_R,
         ONE_QUERY,
         BLOCK_E,
+        COPIES,
     )
     if SPLIT:
         every = tiles.to(tl.int64) * pairs
@@ -339,7 +400,11 @@ def _attend(
         out += split * every * DIM
     else:
         acc /= total[:, None]
+        if BLOCK_R:
+            acc_tail /= total[:, None]
     tl.store(out + at, acc, mask=mask)
+    if BLOCK_R:
+        tl.store(out + to_tail, acc_tail, mask=inside)
 
 
 @triton.jit(do_not_specialize=["every", "splits"])

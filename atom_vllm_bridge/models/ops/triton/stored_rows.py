@@ -4,6 +4,7 @@ fp8 rows come out as bfloat16, which loses nothing: e4m3 has three fraction bits
 tail is bfloat16 already. Lanes that are not asked for read nothing, so that what lies there cannot matter.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -15,36 +16,46 @@ from atom_vllm_bridge.models.quantization.kv_codecs import TILE, RowCodec
 
 FORMATS = ("float32", "bfloat16", "fp8_ds_mla", "fp8_row")
 # Bytes to which a format's rows must be aligned.
-_ALIGNED = {"float32": 1, "bfloat16": 1, "fp8_ds_mla": 2, "fp8_row": 4}
+_ALIGNED = {"float32": 1, "bfloat16": 1, "fp8_ds_mla": 8, "fp8_row": 4}
 
 
 def readable(rows: torch.Tensor, codec: RowCodec) -> bool:
     """Whether kernels can read `rows` [B, N, C] of `codec`."""
     if codec.name not in FORMATS or rows.dtype != codec.dtype or rows.stride(2) != 1:
         return False
+    if codec.name == "fp8_ds_mla" and codec.dim - codec.rope_dim > 8 * TILE:
+        return False
     unit = _ALIGNED[codec.name]
-    places = (rows.data_ptr(), *rows.stride()[:2], codec.dim - codec.rope_dim)
+    parts = codec.dim - codec.rope_dim, 2 * codec.rope_dim
+    places = (rows.data_ptr(), *rows.stride()[:2], *parts)
     return all(place % unit == 0 for place in places)
 
 
 def layout(rows: torch.Tensor) -> dict[str, Any]:
-    """How ids of `rows` become addresses: arguments `PER_BLOCK` (0: all rows are one list), `block_stride`, `ROW_STRIDE`."""
+    """How ids of `rows` become addresses: arguments `PER_BLOCK` (0: all rows are one list), `block_stride`, `ROW_STRIDE`.
+
+    And `UNIT`, which divides all, up to 16.
+    """
     flat = flat_rows(rows) is not None
+    to_block = 0 if flat else rows.stride(0)
+    to_row = rows.shape[2] if flat else rows.stride(1)
     return {
         "PER_BLOCK": 0 if flat else rows.shape[1],
-        "block_stride": 0 if flat else rows.stride(0),
-        "ROW_STRIDE": rows.shape[2] if flat else rows.stride(1),
+        "block_stride": to_block,
+        "ROW_STRIDE": to_row,
+        "UNIT": math.gcd(to_block, to_row, 16),
     }
 
 
 def format_of(codec: RowCodec) -> dict[str, Any]:
     """What a kernel must know of a codec."""
-    padded = max(16, triton.next_power_of_2(codec.dim))
+    tiles = codec.name == "fp8_ds_mla"
+    dim = codec.dim - codec.rope_dim if tiles else codec.dim
     return {
         "FORMAT": codec.name,
         "DIM": codec.dim,
         "ROPE_DIM": codec.rope_dim,
-        "BLOCK_D": max(TILE, padded) if codec.name == "fp8_ds_mla" else padded,
+        "BLOCK_D": max(TILE if tiles else 16, triton.next_power_of_2(dim)),
     }
 
 
@@ -57,7 +68,7 @@ def product_type(kernel: Any, codec: RowCodec) -> tl.dtype:
 
 
 @triton.jit
-def _offset(
+def begin(
     ids,
     block_stride,
     PER_BLOCK: tl.constexpr,
@@ -76,78 +87,62 @@ def _offset(
 @triton.jit
 def read_rows(
     rows,
-    ids,
-    wanted,
-    block_stride,
-    PER_BLOCK: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
+    at,
+    UNIT: tl.constexpr,
     FORMAT: tl.constexpr,
     DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rows ids [E] int64 as [E, BLOCK_D], float32 if stored so, else bfloat16; zeros where not wanted [E] and beyond DIM."""
+    """Rows that begin at `at` [E] int64, −1: none, as [E, BLOCK_D], float32 if stored so, else bfloat16; zeros where none and beyond DIM.
+
+    Of fp8_ds_mla, which has a tail of another type, what is before it; see `read_tails`.
+    """
+    column = tl.arange(0, BLOCK_D)
+    place = (at * UNIT)[:, None] + column[None, :]
     if FORMAT == "fp8_ds_mla":
-        return _read_tiles(
-            rows,
-            ids,
-            wanted,
-            block_stride,
-            PER_BLOCK,
-            ROW_STRIDE,
-            DIM - ROPE_DIM,
-            ROPE_DIM,
-            BLOCK_D,
-        )
+        nope: tl.constexpr = DIM - ROPE_DIM
+        mask = (at >= 0)[:, None] & (column < nope)[None, :]
+        codes = tl.load(rows + place, mask=mask, other=0)
+        # A row's scales, up to eight of them, are one word.
+        words = rows.to(tl.pointer_type(tl.int64), bitcast=True)
+        words += at * (UNIT // 8) + (nope + 2 * ROPE_DIM) // 8
+        word = tl.load(words, mask=at >= 0, other=0)
+        tile = tl.arange(0, BLOCK_D // 64)
+        exponent = (word[:, None] >> (8 * tile)[None, :]) & 0xFF
+        scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        values = tl.reshape(_from_e4m3(codes), (at.shape[0], BLOCK_D // 64, 64))
+        values = (values * scale[:, :, None]).to(tl.bfloat16)
+        return tl.reshape(values, (at.shape[0], BLOCK_D))
     else:
-        column = tl.arange(0, BLOCK_D)[None, :]
-        at = _offset(ids, block_stride, PER_BLOCK, ROW_STRIDE, 1)[:, None] + column
-        mask = wanted[:, None] & (column < DIM)
+        mask = (at >= 0)[:, None] & (column < DIM)[None, :]
+        values = tl.load(rows + place, mask=mask, other=0)
         if FORMAT == "fp8_row":
-            values = _from_e4m3(tl.load(rows + at, mask=mask, other=0))
             scales = rows.to(tl.pointer_type(tl.float32), bitcast=True)
-            to_scale = _offset(ids, block_stride, PER_BLOCK, ROW_STRIDE, 4)
-            scale = tl.load(scales + to_scale + DIM // 4, mask=wanted, other=0.0)
-            return (values * scale[:, None]).to(tl.bfloat16)
-        else:
-            return tl.load(rows + at, mask=mask, other=0.0)
+            scales += at * (UNIT // 4) + DIM // 4
+            scale = tl.load(scales, mask=at >= 0, other=0.0)
+            values = (_from_e4m3(values) * scale[:, None]).to(tl.bfloat16)
+        return values
 
 
 @triton.jit
-def _read_tiles(
+def read_tails(
     rows,
-    ids,
-    wanted,
-    block_stride,
-    PER_BLOCK: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    NOPE: tl.constexpr,
+    at,
+    UNIT: tl.constexpr,
+    DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
-    tile = tl.arange(0, BLOCK_D // 64)
-    column = tile[:, None] * 64 + tl.arange(0, 64)[None, :]
-    at = _offset(ids, block_stride, PER_BLOCK, ROW_STRIDE, 1)
-    scaled = wanted[:, None, None] & (column < NOPE)[None, :, :]
-    codes = tl.load(
-        rows + (at[:, None, None] + column[None, :, :]), mask=scaled, other=0
-    )
-    exponent = tl.load(
-        rows + (at[:, None] + (NOPE + 2 * ROPE_DIM) + tile[None, :]),
-        mask=wanted[:, None] & (tile * 64 < NOPE)[None, :],
-        other=0,
-    )
-    scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    values = (_from_e4m3(codes) * scale[:, :, None]).to(tl.bfloat16)
+    """The rotary tails [E, BLOCK_R] bfloat16 of fp8_ds_mla rows, as `read_rows`."""
+    column = tl.arange(0, BLOCK_R)
     tails = rows.to(tl.pointer_type(tl.bfloat16), bitcast=True)
-    to_tail = _offset(ids, block_stride, PER_BLOCK, ROW_STRIDE, 2) + NOPE // 2
-    tail = (column >= NOPE) & (column < NOPE + ROPE_DIM)
-    values += tl.load(
-        tails + (to_tail[:, None, None] + (column - NOPE)[None, :, :]),
-        mask=wanted[:, None, None] & tail[None, :, :],
+    tails += (DIM - ROPE_DIM) // 2
+    return tl.load(
+        tails + ((at * (UNIT // 2))[:, None] + column[None, :]),
+        mask=(at >= 0)[:, None] & (column < ROPE_DIM)[None, :],
         other=0.0,
     )
-    return tl.reshape(values, (ids.shape[0], BLOCK_D))
 
 
 @triton.jit
