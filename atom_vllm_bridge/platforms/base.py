@@ -2,9 +2,10 @@
 
 import json
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -289,6 +290,10 @@ class AtomPlatform:
     """Mixed in before one of vLLM's platform classes, whose `_enum` stays what it is."""
 
     device_type: str
+    # Models whose configurations are complete, by id.
+    _completed: ClassVar[weakref.WeakValueDictionary[int, Any]] = (
+        weakref.WeakValueDictionary()
+    )
 
     @classmethod
     def pre_register_and_update(
@@ -324,6 +329,10 @@ class AtomPlatform:
         if not serves(vllm_config):
             super().check_and_update_config(vllm_config)  # type: ignore[misc]
             return
+        model = vllm_config.model_config
+        if id(model) in AtomPlatform._completed:
+            # vLLM copies a running engine's configuration to hash it; what was planned for its cache is no request in the copy.
+            return
         _refuse_without_a_needed_patch(cls.device_type, settings.disabled_patches)
         refuse_what_cannot_be_honoured(vllm_config)
         refuse_an_unfit_checkpoint(vllm_config)
@@ -332,6 +341,7 @@ class AtomPlatform:
         except ValueError as error:
             raise Refused(str(error)) from None
         cls._check_and_update_deepseek_v4(vllm_config)
+        AtomPlatform._completed[id(model)] = model
         metrics.offer()
 
     @classmethod

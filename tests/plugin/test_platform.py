@@ -131,6 +131,19 @@ def configuration(checkpoint, **options):
     ).create_engine_config()
 
 
+def test_a_copy_of_a_running_engines_configuration_is_no_new_request(small_checkpoint):
+    """As FlashInfer's autotuning makes one on a GPU, to hash it: in the copy the planned block size looks asked for."""
+    from vllm.config.utils import replace
+
+    config = configuration(small_checkpoint)
+    config.cache_config.block_size = 4
+    cache = replace(config.cache_config)
+    assert cache.user_specified_block_size
+    copy = replace(config, cache_config=cache)
+    assert copy.cache_config.block_size == 4
+    assert copy.compilation_config.mode == config.compilation_config.mode
+
+
 def test_deepseek_v4_keeps_what_the_cpu_platform_switches_off(small_checkpoint):
     config = configuration(small_checkpoint)
     assert config.use_v2_model_runner
