@@ -46,8 +46,8 @@ MANAGERS = {
 }
 # Tokens a step: one a request, or one more than is drafted; and those of the drafts' own graphs.
 GRAPH_SIZES = [1, 2, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48]
-# Of log-probabilities in bfloat16, whose logits of 8 lie 1/32 apart.
-ROUNDING = 0.2
+# Of log-probabilities in bfloat16, whose logits of 8 lie 1/32 apart: on average, and where two tokens count as equal.
+MEAN_ROUNDING, ROUNDING = 0.05, 0.4
 
 
 @cache
@@ -157,7 +157,21 @@ def test_bfloat16_stays_within_its_rounding(draft, checkpoint, replays, monkeypa
     monkeypatch.setattr(engines, "TOLERANCE", ROUNDING)
     answers = answers_of(checkpoint, draft, graphs=True, dtype="bfloat16")
     assert set(replays) == MANAGERS[draft]
-    assert_the_same(cpu_says(checkpoint), answers)
+    references = cpu_says(checkpoint)
+    assert_the_same(references, answers)
+    # Until a text leaves the other's.
+    off = []
+    for expected, answer in zip(references, answers, strict=True):
+        for ours, theirs, ids in zip(
+            expected.logprobs,
+            answer.logprobs,
+            zip(expected.tokens, answer.tokens, strict=True),
+            strict=True,
+        ):
+            off += [abs(ours[token] - theirs[token]) for token in theirs]
+            if ids[0] != ids[1]:
+                break
+    assert sum(off) / len(off) < MEAN_ROUNDING
 
 
 @pytest.mark.parametrize("layout", ["bf16", "mxfp4", "fp8"])
