@@ -29,6 +29,12 @@ HINTS: tuple[tuple[int, int, int, int, int], ...] = (
     (96, 64, 64, 4, 3),
     (1 << 62, 128, 128, 8, 2),
 )
+# The same on AMD's, whose local memory is 64 KiB (CDNA 3): two stages, and no larger tiles.
+AMD_HINTS: tuple[tuple[int, int, int, int, int], ...] = (
+    (12, 16, 64, 4, 2),
+    (24, 32, 64, 4, 2),
+    (1 << 62, 64, 64, 4, 2),
+)
 # Slots that are sorted at once.
 CHUNK = 1024
 
@@ -260,7 +266,8 @@ def experts(
     slots = tokens * k
     # In float32, which has no matrix units, small tiles are best.
     each = 1 if x.dtype == torch.float32 else triton.cdiv(slots, many)
-    _, rows, *rest = next(h for h in HINTS if each <= h[0])
+    hints = HINTS if torch.version.hip is None else AMD_HINTS
+    _, rows, *rest = next(h for h in hints if each <= h[0])
     block_n, warps, stages = rest
     chosen = chosen.contiguous()
     by_expert = sort(chosen, many, rows)
