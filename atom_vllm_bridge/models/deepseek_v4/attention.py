@@ -109,6 +109,7 @@ class Attention(Packable):
         self.gather_rows = resolve("gather_rows", device)
         self.write_rows = resolve("write_rows", device)
         self.grouped_output_projection = resolve("grouped_output_projection", device)
+        self.attention_output = resolve("attention_output", device)
 
     def forward(self, x: torch.Tensor, plan: Plan, state: LayerState) -> torch.Tensor:
         """[T, d] → [T, d], on every rank; writes this step's rows, then attends to the caches."""
@@ -212,8 +213,7 @@ class Attention(Packable):
         self, o: torch.Tensor, rotation: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """Rotate back and project: [T, H, D] float32 → [T, d] in `dtype`, of the rank's heads."""
-        o = self.inverse_rope(o, rotation).to(dtype)
-        y = self.grouped_output_projection(o, self.wo_a, self.wo_b)
+        y = self.attention_output(self, o, rotation, dtype)
         return y[:, : self.hidden]
 
     def weight_slots(self) -> dict[str, Slot]:
