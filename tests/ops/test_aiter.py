@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import fake_aiter
 import pytest
@@ -26,6 +27,7 @@ from atom_vllm_bridge.models.ops.aiter import (
     weights,
     write_keys,
 )
+from atom_vllm_bridge.models.ops.ragged import ragged
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
 from atom_vllm_bridge.models.quantization import block_fp8, mxfp4
 from atom_vllm_bridge.models.quantization.kept import Kept
@@ -278,6 +280,17 @@ def test_attention_reads_lists_of_rows(
     near(sparse_attention.sparse_attention(*arguments), want, 1e-2)
     assert [name for name, _ in calls] == ([called] if called else [])
     assert bool(fallen_back) == (called is None)
+
+
+def test_lists_made_before_the_step_are_read_where_they_lie(later):
+    query, sink, scale, window, _, codec = attention(CODECS["bfloat16"], False)
+    lists = ragged(window.ids, window.hidden)
+    given = replace(window, ragged=lists)
+    sparse_attention.sparse_attention(query, sink, scale, given, None, codec)
+    ((_, arguments),) = later
+    assert arguments["kv_indices"].data_ptr() == lists.indices.data_ptr()
+    assert arguments["kv_indptr"].data_ptr() == lists.indptr.data_ptr()
+    assert arguments["has_invalid"] is False
 
 
 def kept(format, outputs, inputs, count=None, seed=0):

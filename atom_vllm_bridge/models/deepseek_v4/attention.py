@@ -189,7 +189,9 @@ class Attention(Packable):
         if compressed is not None:
             entries = plan.entries(compressed.table.tokens_per_row)
         query_bytes = 8 * self.num_heads * (self.window + entries)
-        tiles = plan.tiles(plan.tile_size(query_bytes))
+        # Who reads lists has no use for larger tiles; a draft's are for its own.
+        listed = window.table.lists is not None and plan.causal
+        tiles = plan.tiles(1 if listed else plan.tile_size(query_bytes))
         if selected is not None and entries > self.dense_entries * selected.shape[1]:
             tiles = plan.tiles(1)
         keys = None

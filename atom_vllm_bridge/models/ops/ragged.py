@@ -1,7 +1,7 @@
 """Lists of rows of different lengths, one for each query, in one tensor: what kernels read that take no mask.
 
 Row numbers of query n are indices[indptr[n] : indptr[n + 1]]. How long the lists are, only the device knows: `indices` has room
-for all that there might be, and beyond the last list its values are left as they were.
+for all that there might be and a place more, and beyond the last list it holds anything.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Ragged:
     """Lists.
 
     Attributes:
-        indices: [M] int32.
+        indices: [M + 1] int32.
         indptr: [N + 1] int32, a prefix sum.
     """
 
@@ -24,8 +24,10 @@ class Ragged:
 
 def empty(lists: int, most: int, device: torch.device) -> Ragged:
     """Room for `lists` lists of at most `most` rows, all empty; row 0 where no list is."""
-    kind = {"dtype": torch.int32, "device": device}
-    return Ragged(torch.zeros(lists * most, **kind), torch.zeros(lists + 1, **kind))
+    return Ragged(
+        torch.zeros(lists * most + 1, dtype=torch.int32, device=device),
+        torch.zeros(lists + 1, dtype=torch.int32, device=device),
+    )
 
 
 def ragged(
@@ -50,11 +52,9 @@ def ragged(
     end = seen.sum(1).cumsum(0)
     out.indptr[1 : lists + 1] = end
     out.indptr[lists + 1 :] = end[-1] if lists else 0
-    # What is not seen goes to the last place, where a row that is seen can only be if all are.
+    # What is not seen goes to the place behind all lists.
     place = seen.flatten().cumsum(0) - 1
-    room = out.indices.numel()
-    place = torch.where(seen.flatten(), place, room)
+    place = torch.where(seen.flatten(), place, out.indices.numel() - 1)
     rows = ids.unsqueeze(1).expand(-1, queries, -1).flatten().int()
-    kept = torch.cat((out.indices, out.indices.new_zeros(1)))
-    out.indices.copy_(kept.scatter_(0, place, rows)[:room])
+    out.indices.scatter_(0, place, rows)
     return out
