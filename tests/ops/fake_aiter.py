@@ -35,7 +35,7 @@ def signatures(version):
 
 
 def install(monkeypatch, version, architecture, changed=None):
-    """Make this version importable, on a GPU of this architecture; returns the calls that its functions get: (name, arguments)."""
+    """Make this version importable, on a GPU of this architecture (None: of torch's); returns the calls that its functions get: (name, arguments)."""
     calls, modules = [], {"aiter": types.ModuleType("aiter")}
     modules["aiter"].QuantType = QuantType
     for place, signature in (signatures(version) | (changed or {})).items():
@@ -49,9 +49,11 @@ def install(monkeypatch, version, architecture, changed=None):
         module.__path__ = []
         monkeypatch.setitem(sys.modules, path, module)
     monkeypatch.setattr(entries, "_found", {})
+    monkeypatch.setattr(installed.namesakes, "refusal", lambda: None)
+    if architecture is None:
+        return calls
     for module in (entries, installed):
         monkeypatch.setattr(module, "architecture", lambda device: architecture)
-    monkeypatch.setattr(installed.namesakes, "refusal", lambda: None)
     ARCHITECTURE[0] = architecture
     for module in list(sys.modules.values()):
         named = getattr(module, "__name__", "")
