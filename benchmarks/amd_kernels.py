@@ -205,13 +205,13 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         CHOSEN,
         fp32(EXPERTS),
     ),
-    "router, hash": lambda: (
-        draw(4, HIDDEN),
+    "router, hash, 128 tokens": lambda: (
+        draw(128, HIDDEN),
         fp32(EXPERTS, HIDDEN),
         1.5,
         CHOSEN,
         None,
-        ids(4, CHOSEN),
+        ids(128, CHOSEN),
     ),
     "write_keys, float32": lambda: stored(FP32),
     "write_keys, bfloat16": lambda: stored(BF16),
@@ -234,6 +234,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         raw(INDEX_DIM, torch.float32), 4, 1, 4096
     ),
     "indexer_topk": lambda: (fp32(4, 2048), ids(4), 512),
+    "indexer_topk, few": lambda: (fp32(4, 256), ids(4), 64),
     "indexer_topk, rounds": lambda: (fp32(4, 40000), ids(4), 512),
     "sparse_attention, decode": lambda: attention(KV, 4, 1),
     "sparse_attention, prefill": lambda: attention(KV, 4, 128),
@@ -308,11 +309,11 @@ def described(kernel: Any, name: str, case: str, target: str) -> Compiled:
 
 
 def compiled(target: str, names: list[str]) -> Iterator[Compiled]:
-    """Every kernel that the cases of these ops launch, or of all ops; one with the same resources in another case once."""
+    """Every kernel that these cases, or those of these ops, launch, or all; each once, however many cases launch it."""
     seen = set()
     for case, arguments in CASES.items():
         op = case.split(",")[0]
-        if names and op not in names:
+        if names and not {op, case}.intersection(names):
             continue
         with compiling(target) as made:
             resolve_from("triton", op)(*arguments())
@@ -323,7 +324,9 @@ def compiled(target: str, names: list[str]) -> Iterator[Compiled]:
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Ops; all if none.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Ops or cases; all if none.")
+    ] = None,
     target: Annotated[list[str] | None, typer.Option(help="Architectures.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="A line of JSON a kernel.")

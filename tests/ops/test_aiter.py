@@ -293,8 +293,8 @@ def test_lists_made_before_the_step_are_read_where_they_lie(later):
     assert arguments["has_invalid"] is False
 
 
-def kept(format, outputs, inputs, count=None, seed=0):
-    w = Kept([outputs], inputs, count, BF16, CPU)
+def kept(format, outputs, inputs, count=None, seed=0, device=CPU):
+    w = Kept([outputs], inputs, count, BF16, device)
     quantize = {"fp8": block_fp8.quantize, "mxfp4": mxfp4.quantize}[format]
     for e in range(count or 1):
         values = draw(outputs, inputs, seed=seed + e, dtype=torch.float32)

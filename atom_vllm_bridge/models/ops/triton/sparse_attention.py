@@ -28,7 +28,7 @@ PROGRAMS = 132
 MOST_SPLITS = 64
 # Launch hints by what is multiplied: most (query, head) pairs a tile, keys a block, warps, stages.
 HINTS = {tl.float32: (16, 16, 8, 1), tl.bfloat16: (64, 64, 8, 2)}
-# The same on AMD's, where larger blocks of keys do not fit into registers (docs/amd-kernels.md).
+# The same on AMD's, where larger tiles do not fit into registers (docs/amd-kernels.md).
 AMD_HINTS = {tl.float32: (16, 16, 4, 1), tl.bfloat16: (16, 16, 4, 1)}
 LOG2_E = tl.constexpr(1.4426950408889634)
 
