@@ -282,6 +282,14 @@ def test_attention_reads_lists_of_rows(
     assert bool(fallen_back) == (called is None)
 
 
+def test_attention_over_too_much_to_list_is_tritons(later, fallen_back, monkeypatch):
+    arguments = attention(CODECS["bfloat16"], False)
+    monkeypatch.setattr(sparse_attention, "MOST_LISTED", 3 * 2 * 20 - 1)
+    sparse_attention.sparse_attention(*arguments)
+    assert fallen_back == [("triton", "sparse_attention")]
+    assert not later
+
+
 def test_lists_made_before_the_step_are_read_where_they_lie(later):
     query, sink, scale, window, _, codec = attention(CODECS["bfloat16"], False)
     lists = ragged(window.ids, window.hidden)

@@ -48,6 +48,8 @@ PREFILL = Entry(
 )
 NEEDS = Needs((DECODE,))
 DIM, ROPE_DIM = 512, 64
+# Entries of lists that a call may have; more take too much memory to make.
+MOST_LISTED = 1 << 25
 # Where one call reads two caches.
 PAIRED = "gfx950"
 
@@ -60,11 +62,13 @@ def sparse_attention(
     compressed: Keys | None,
     codec: RowCodec,
 ) -> torch.Tensor:
-    """By Triton where caches are not what aiter's kernel of this GPU reads."""
+    """By Triton where caches are not what aiter's kernel of this GPU reads, or lists would be too long."""
     sources = [window] if compressed is None else [window, compressed]
     pools = [flat_rows(source.rows) for source in sources]
     took = None
-    if query.numel() and not trained(query, sink) and query.shape[-1] == DIM:
+    fits = 0 < query.numel() and query.shape[-1] == DIM
+    fits = fits and sum(source.hidden.numel() for source in sources) <= MOST_LISTED
+    if fits and not trained(query, sink):
         lists = [p for p in pools if p is not None]
         if len(lists) == len(sources):
             took = _kernel(query.device, codec, len(sources))
