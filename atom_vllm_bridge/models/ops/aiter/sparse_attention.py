@@ -66,7 +66,7 @@ def sparse_attention(
     sources = [window] if compressed is None else [window, compressed]
     pools = [flat_rows(source.rows) for source in sources]
     took = None
-    fits = 0 < query.numel() and query.shape[-1] == DIM
+    fits = query.numel() > 0 and query.shape[-1] == DIM
     fits = fits and sum(source.hidden.numel() for source in sources) <= MOST_LISTED
     if fits and not trained(query, sink):
         lists = [p for p in pools if p is not None]
