@@ -10,6 +10,7 @@ from atom_vllm_bridge.attention import AtomMetadata
 from atom_vllm_bridge.kv_cache import CacheLayer, RingSpec
 from atom_vllm_bridge.models.deepseek_v4.ring import ring_table
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, BlockTable, Cache
+from atom_vllm_bridge.models.ops.ragged import Ragged
 
 CacheOf = Callable[[CacheLayer], Cache]
 
@@ -56,7 +57,12 @@ def with_caches(
                 # A draft is padded to the longest of the data-parallel ranks', and its slots are not.
                 slots = F.pad(slots, (0, len(positions) - len(slots)), value=-1)
             tables[key] = _table(
-                layer, batch, group.block_table, slots, group.block_size
+                layer,
+                batch,
+                group.block_table,
+                slots,
+                group.block_size,
+                group.window_lists,
             )
         return Cache(rows=layer.kv_cache, table=tables[key])
 
@@ -95,9 +101,10 @@ def _table(
     blocks: torch.Tensor,
     slots: torch.Tensor,
     block_size: int,
+    lists: Ragged | None = None,
 ) -> BlockTable:
     """Where a layer's rows are: as vLLM says, or in rings, of which it says only the blocks."""
     spec = layer.spec
     if isinstance(spec, RingSpec):
         return ring_table(blocks, batch, spec.rows, spec.reach)
-    return BlockTable(blocks, slots, block_size, layer.tokens_per_row)
+    return BlockTable(blocks, slots, block_size, layer.tokens_per_row, lists)

@@ -29,6 +29,7 @@ from gpu_ops import (
 )
 
 from atom_vllm_bridge.models.ops.registry import resolve_from
+from atom_vllm_bridge.models.ops.triton.products import Hint
 from atom_vllm_bridge.models.quantization.kept import PLANES, Band, Kept
 
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -36,16 +37,19 @@ RANK, QUERIES, INDEX, GROUPS = 1024, 64 * 512, 64 * 128, 8
 # A CSA layer's input projection: wq_a and wkv, which are fp8; compressors and the indexer's weights.
 FIRST, REST = RANK + 512, 2 * 1024 + 2 * 256 + 64
 PREFILL = 2048
-# (most rows or slots, rows a tile, outputs a tile, warps, stages, programs) to try; experts have no use for the last.
-HINTS = (
-    (1 << 62, 16, 64, 4, 4, 528),
-    (1 << 62, 16, 64, 4, 3, 1056),
-    (1 << 62, 16, 64, 4, 2, 528),
-    (1 << 62, 16, 128, 4, 3, 528),
-    (1 << 62, 16, 128, 8, 3, 528),
-    (1 << 62, 16, 32, 2, 4, 1056),
-    (1 << 62, 32, 64, 4, 3, 528),
-    (1 << 62, 64, 64, 4, 3, 264),
+# To try; experts have no use for the programs.
+HINTS = tuple(
+    Hint(1 << 62, *hint)
+    for hint in (
+        (16, 64, 4, 4, False, 528),
+        (16, 64, 4, 3, False, 1056),
+        (16, 64, 4, 3, True, 528),
+        (16, 128, 4, 3, True, 264),
+        (32, 64, 4, 3, False, 264),
+        (64, 64, 4, 3, True, 132),
+        (64, 128, 4, 2, True, 132),
+        (128, 128, 8, 3, True, 132),
+    )
 )
 
 
@@ -216,7 +220,7 @@ def hinted(names: list[str], speed: float) -> Iterator[list[str]]:
 
     for hint in HINTS:
         of_linear.HINTS = (hint,)
-        of_experts.HINTS = (hint[:-1],)
+        of_experts.HINTS = (hint,)
         for line in lines(names, ["triton"], BATCHES, speed):
             yield [str(hint[1:]), *line]
 

@@ -1,8 +1,8 @@
 """One backend, one metadata class and one builder for every cache group of DeepSeek-V4.
 
-The metadata carries vLLM's own persistent device tensors and nothing derived from them: the model derives every per-token
-index from these inside its forward, so a captured graph, a refreshed draft step and an adaptive split of the batch all
-read what is current without a second code path.
+The metadata carries vLLM's own persistent device tensors: the model derives every per-token index from these inside its
+forward, so a captured graph, a refreshed draft step and an adaptive split of the batch all read what is current without a
+second code path. The one thing that is derived before a step are a window's lists (window_lists.py), for kernels that read lists.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from atom_vllm_bridge.attention.window_lists import WindowLists, window_lists
+from atom_vllm_bridge.models.ops.ragged import Ragged
 from atom_vllm_bridge.platforms.base import verifies_adaptively
 
 
@@ -36,6 +38,9 @@ class AtomMetadata(AttentionMetadata):
         max_query_len, max_seq_len: upper bounds known to the host.
         block_size: tokens a block.
         visible_from: [R] int64, where the replay of each request's prefix hit began; None: none replays.
+        positions: [T] int64, where the runner gives them.
+        causal: whether a token sees none that comes after it; in a draft's block it does.
+        window_lists: the slots that each query sees of a window, in the builder's persistent buffers; None: nobody reads them.
     """
 
     query_start_loc: torch.Tensor
@@ -46,24 +51,31 @@ class AtomMetadata(AttentionMetadata):
     max_seq_len: int
     block_size: int
     visible_from: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    causal: bool = True
+    window_lists: Ragged | None = None
 
 
 class AtomMetadataBuilder(AttentionMetadataBuilder[AtomMetadata]):
-    """Hands vLLM's persistent tensors through."""
+    """Hands vLLM's persistent tensors through, and fills a window's lists where an op reads them."""
 
     # The model's forward derives everything from persistent tensors, on the device.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    # Both forms of a window are then up to date: what is dense is derived in the forward, and the lists are filled again.
     supports_draft_decode_metadata_update = True
 
     def __init__(
         self,
         kv_cache_spec: KVCacheSpec,
         layer_names: list[str],
-        vllm_config: object,
+        vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size = kv_cache_spec.block_size
+        self.lists: WindowLists | None = window_lists(
+            kv_cache_spec, layer_names, vllm_config, device
+        )
 
     def build(
         self,
@@ -72,7 +84,7 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[AtomMetadata]):
         fast_build: bool = False,
     ) -> AtomMetadata:
         common = common_attn_metadata
-        return AtomMetadata(
+        metadata = AtomMetadata(
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
@@ -80,7 +92,13 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[AtomMetadata]):
             max_query_len=common.max_query_len,
             max_seq_len=common.max_seq_len,
             block_size=self.block_size,
+            positions=common.positions,
+            causal=common.causal is not False,
         )
+        if self.lists is not None and self.lists.take(metadata):
+            metadata.window_lists = self.lists.buffers
+            self.lists.fill(metadata)
+        return metadata
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(
@@ -92,7 +110,10 @@ class AtomMetadataBuilder(AttentionMetadataBuilder[AtomMetadata]):
         return 1 + vllm_config.speculative_config.num_speculative_tokens
 
     def update_draft_decode_metadata(self, metadata: AtomMetadata) -> None:
-        """Nothing to refresh: the tensors are vLLM's own, and what follows from them is derived in the forward."""
+        """Fill the lists again; all else are vLLM's own tensors, and what follows from them is derived in the forward."""
+        if metadata.window_lists is not None:
+            assert self.lists is not None
+            self.lists.fill(metadata)
 
 
 class AtomBackend(AttentionBackend):

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from atom_vllm_bridge import compat
 from atom_vllm_bridge.cli import probes
+from atom_vllm_bridge.models.ops.aiter import namesakes
 from atom_vllm_bridge.patches import registry
 from atom_vllm_bridge.settings import Settings, environment
 
@@ -42,10 +42,6 @@ PACKAGES = {
     "triton": ("triton", "triton-cpu", "pytorch-triton-rocm", "pytorch-triton"),
     "aiter": ("amd-aiter", "aiter"),
 }
-
-# Two modules of the ROCm world whose names other projects on the package index carry too:
-# module → (a folder that only ROCm's has, what to install).
-NAMESAKES = {"aiter": ("ops", "amd-aiter"), "atom": ("model_ops", "ROCm's ATOM")}
 
 # What decides about the plugin without being ours.
 VLLM_VARIABLES = ("VLLM_PLUGINS", "VLLM_TARGET_DEVICE", "VLLM_USE_V2_MODEL_RUNNER")
@@ -300,32 +296,21 @@ def _platform(
 def _namesakes(report: Report) -> None:
     rocm = report.sections["platform"]["enum"] == "ROCM"
     found = report.sections["namesakes"] = {}
-    for module, (folder, wanted) in NAMESAKES.items():
-        places = _places(module)
-        if not places:
+    for module, (_, wanted) in namesakes.NAMESAKES.items():
+        installed = namesakes.look(module)
+        if installed is None:
             continue
-        real = any((Path(place) / folder).is_dir() for place in places)
-        found[module] = "ROCm" if real else "unrelated"
-        if real:
+        found[module] = "ROCm" if installed.real else "unrelated"
+        if installed.real:
             continue
-        line = f"The module {module} in {places[0]} is another project of that name, not {wanted}."
+        other = f", {installed.distribution}," if installed.distribution else ""
+        line = f"The module {module} in {installed.place}{other} is another project of that name, not {wanted}."
         if rocm and module == "aiter":
             report.faults.append(
                 f"{line} Uninstall {module} and install {wanted}, or the ops fall back to Triton."
             )
         else:
             report.notes.append(line)
-
-
-def _places(module: str) -> list[str]:
-    """The folders of a package that could be imported, which is not done."""
-    try:
-        spec = find_spec(module)
-    except (ImportError, ValueError):
-        return []
-    if spec is None:
-        return []
-    return list(spec.submodule_search_locations or []) or [str(spec.origin)]
 
 
 def _patches(report: Report, answer: Answer) -> None:

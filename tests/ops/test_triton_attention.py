@@ -130,6 +130,18 @@ def test_attention_reads_what_is_seen_and_nothing_else(size, name, seed):
 
 @runs
 @KEY_CODECS
+def test_the_tiles_of_amds_gpus_give_the_same(name, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.2.0")
+    draw, codec = Draw(0), CODECS[name](96, 16)
+    query, sink = draw(2, 3, 6, 96), draw(6)
+    safe, window = draw.keys(codec, 2, 3, 38, 0)
+    op, reference = (resolve_from(p, "sparse_attention") for p in ("triton", "torch"))
+    got = op(query, sink, 0.1, window, None, codec)
+    close(got, reference(query, sink, 0.1, safe, None, codec), tolerance(codec))
+
+
+@runs
+@KEY_CODECS
 def test_a_query_of_nan_keeps_it_to_itself(name):
     draw, codec = Draw(0), CODECS[name](24, 8)
     safe, window = draw.keys(codec, 3, 1, 12, 0)

@@ -164,6 +164,22 @@ def test_experts(size, formats, dtype):
 
 
 @runs
+def test_the_tiles_of_amds_gpus_give_the_same(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.2.0")
+    draw, (linear, plainly) = Draw(), both("linear")
+    w = draw.kept(["fp8", "plain"], [70, 24], 300)
+    for rows in (3, 20, 40):
+        x = draw(rows, 300, dtype=torch.bfloat16)
+        close(linear(x, w), plainly(x, w), TOLERANCE[torch.bfloat16])
+    got, want = both("experts")
+    w13, w2 = draw.kept(["mxfp4"], [48], 40, 2), draw.kept(["mxfp4"], [40], 24, 2)
+    for tokens in (3, 20, 40):
+        x = draw(tokens, 40, dtype=torch.bfloat16)
+        arguments = x, *routed(draw, tokens, 2, 2), w13, w2, LIMIT
+        close(got(*arguments), want(*arguments), 2 * TOLERANCE[torch.bfloat16])
+
+
+@runs
 @pytest.mark.parametrize("tokens", [1, 9, 40])
 def test_experts_that_are_elsewhere_count_nothing(tokens):
     draw, (got, want) = Draw(), both("experts")

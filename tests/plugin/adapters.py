@@ -59,7 +59,9 @@ def during(metadata) -> AbstractContextManager:
 
 def metadata_of(layer: CacheLayer, batch: Batch, table: BlockTable) -> AtomMetadata:
     """What the builder makes of a batch for the group of `layer`."""
-    builder = AtomBackend.get_builder_cls()(layer.spec, [layer.name], None, None)
+    builder = AtomBackend.get_builder_cls()(
+        layer.spec, [layer.name], None, torch.device("cpu")
+    )
     host = torch.zeros(batch.query_start_loc.shape, dtype=torch.int32, device="cpu")
     return builder.build(
         0,

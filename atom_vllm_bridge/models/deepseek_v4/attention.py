@@ -109,6 +109,7 @@ class Attention(Packable):
         self.gather_rows = resolve("gather_rows", device)
         self.write_rows = resolve("write_rows", device)
         self.grouped_output_projection = resolve("grouped_output_projection", device)
+        self.attention_output = resolve("attention_output", device)
 
     def forward(self, x: torch.Tensor, plan: Plan, state: LayerState) -> torch.Tensor:
         """[T, d] → [T, d], on every rank; writes this step's rows, then attends to the caches."""
@@ -188,7 +189,9 @@ class Attention(Packable):
         if compressed is not None:
             entries = plan.entries(compressed.table.tokens_per_row)
         query_bytes = 8 * self.num_heads * (self.window + entries)
-        tiles = plan.tiles(plan.tile_size(query_bytes))
+        # Who reads lists has no use for larger tiles; a draft's are for its own.
+        listed = window.table.lists is not None and plan.causal
+        tiles = plan.tiles(1 if listed else plan.tile_size(query_bytes))
         if selected is not None and entries > self.dense_entries * selected.shape[1]:
             tiles = plan.tiles(1)
         keys = None
@@ -212,8 +215,7 @@ class Attention(Packable):
         self, o: torch.Tensor, rotation: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """Rotate back and project: [T, H, D] float32 → [T, d] in `dtype`, of the rank's heads."""
-        o = self.inverse_rope(o, rotation).to(dtype)
-        y = self.grouped_output_projection(o, self.wo_a, self.wo_b)
+        y = self.attention_output(self, o, rotation, dtype)
         return y[:, : self.hidden]
 
     def weight_slots(self) -> dict[str, Slot]:

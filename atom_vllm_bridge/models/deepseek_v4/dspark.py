@@ -122,7 +122,11 @@ class BlockPlan(Plan):
             cache.rows,
             table.derive(f"block {window} {queries} {cache.pitch}", ids),
             table.derive(f"block hidden {window} {queries}", hidden),
+            ragged=cache.listed(tiles.request.numel() * queries, window + queries),
         )
+
+    def _list_tiles(self) -> Tiles:
+        return self.tiles(self.tile_size(0))
 
     def _end(self, tiles: Tiles) -> torch.Tensor:
         return self.batch.seq_lens.long()[tiles.request]

@@ -11,7 +11,8 @@ import torch
 
 from atom_vllm_bridge.models.deepseek_v4.config import SLIDING
 from atom_vllm_bridge.models.deepseek_v4.rope import rotations
-from atom_vllm_bridge.models.deepseek_v4.state import Batch, Cache
+from atom_vllm_bridge.models.deepseek_v4.state import Batch, BlockTable, Cache
+from atom_vllm_bridge.models.ops.ragged import Ragged, ragged
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
 
 TILE_SIZES = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -203,7 +204,21 @@ class Plan:
             cache.rows,
             table.derive(f"window {window} {tiles.size} {pitch}", ids),
             table.derive(f"window hidden {window} {tiles.size}", hidden),
+            ragged=cache.listed(self.tokens, window) if tiles.place is None else None,
         )
+
+    def window_lists(self, table: BlockTable, window: int, out: Ragged) -> None:
+        """Write into `out` what `window_keys` gives a layer whose rows have the group's slots as ids, a list for each query.
+
+        Its shapes follow from the number of tokens, so that it can be captured in a graph, and run again for other values.
+        """
+        # Of the rows only the shape counts: a row a slot.
+        rows = table.blocks.new_empty(1, table.block_size, 1)
+        keys = self.window_keys(Cache(rows, table), self._list_tiles(), window)
+        ragged(keys.ids, keys.hidden, out)
+
+    def _list_tiles(self) -> Tiles:
+        return self.tiles(1)
 
     def _visible_from(self, tiles: Tiles) -> torch.Tensor | int:
         """[N, 1], or one number for all tiles: the first position whose raw key is there."""

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from atom_vllm_bridge.models.deepseek_v4.config import CSA, DeepseekV4Config
+from atom_vllm_bridge.models.ops.ragged import Ragged
 from atom_vllm_bridge.models.ops.rows import pitch
 from atom_vllm_bridge.models.quantization.kv_codecs import KVCodec
 
@@ -60,12 +61,15 @@ class BlockTable:
             −1: write nothing (padding, an idle rank, a replayed token).
         block_size: tokens a block.
         tokens_per_row: tokens a row stands for (1, or the compression ratio).
+        lists: of a window's group, the slots that each query sees, where they have been made before the step for kernels
+            that read lists (`Plan.window_lists`).
     """
 
     blocks: torch.Tensor
     slots: torch.Tensor
     block_size: int
     tokens_per_row: int = 1
+    lists: Ragged | None = None
     _derived: dict[str, object] = field(default_factory=dict, repr=False)
 
     @property
@@ -124,6 +128,25 @@ class Cache:
             [N, ...] int64 ids for `gather_rows`; of the first part.
         """
         return self.table.row_ids(request, row, self.pitch, parts)
+
+    def listed(self, lists: int, most: int) -> Ragged | None:
+        """The group's lists as ids of rows: the first `lists`, of at most `most` rows each; None: there are none."""
+        table, pitch_ = self.table, self.pitch
+        if table.lists is None:
+            return None
+        given = Ragged(
+            table.lists.indices[: lists * most], table.lists.indptr[: lists + 1]
+        )
+        # Where blocks of the group are all that there is, a slot's number is its row's id.
+        if pitch_ == table.block_size:
+            return given
+
+        def make() -> Ragged:
+            slot = given.indices
+            block = torch.div(slot, table.block_size, rounding_mode="floor")
+            return Ragged(block * pitch_ + slot % table.block_size, given.indptr)
+
+        return table.derive(f"lists {lists} {most} {pitch_}", make)
 
     def slot_ids(self) -> torch.Tensor:
         """[T] int64, ids of the rows to which tokens belong; −1: the token writes nothing."""

@@ -26,6 +26,10 @@ class Op(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+def _nothing(op: str, device: torch.device, named: bool) -> None:
+    """What a provider lacks that takes all that it has wherever it runs."""
+
+
 @dataclass(frozen=True)
 class Provider:
     """A source of ops.
@@ -34,11 +38,14 @@ class Provider:
         name: as written in the setting.
         load: stem → function, or None where the provider does not have it.
         refusal: why it cannot run on a device, or None where it can.
+        lacks: why it does not run one of its ops on a device that it accepts, or None where it does; told whether a setting
+            names the provider for that op.
     """
 
     name: str
     load: Callable[[str], Op | None]
     refusal: Callable[[torch.device], str | None]
+    lacks: Callable[[str, torch.device, bool], str | None] = _nothing
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,24 @@ def _triton_refusal(device: torch.device) -> str | None:
     return None if importlib.util.find_spec("triton") else "is not installed"
 
 
+def _aiter_refusal(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.version.hip is None:
+        return "is for AMD's GPUs"
+    return importlib.import_module(f"{__package__}.aiter.installed").refusal(device)
+
+
+def _aiter_lacks(op: str, device: torch.device, named: bool) -> str | None:
+    needs = importlib.import_module(f"{__package__}.aiter.{op}").NEEDS
+    return needs.missing(op, device, named)
+
+
 _providers: dict[str, Provider] = {
     "torch": Provider("torch", _load_torch, lambda device: None),
     "numba": Provider("numba", partial(_load_from, "numba"), _numba_refusal),
     "triton": Provider("triton", partial(_load_from, "triton"), _triton_refusal),
+    "aiter": Provider(
+        "aiter", partial(_load_from, "aiter"), _aiter_refusal, _aiter_lacks
+    ),
 }
 _preferred: tuple[str, ...] = ()
 _pinned: dict[str, str] = {}
@@ -107,7 +128,9 @@ def providers_of(op: str, device: torch.device | str = "cpu") -> tuple[str, ...]
     return tuple(
         name
         for name, provider in _providers.items()
-        if provider.refusal(device) is None and provider.load(op) is not None
+        if provider.refusal(device) is None
+        and provider.load(op) is not None
+        and provider.lacks(op, device, True) is None
     )
 
 
@@ -160,8 +183,11 @@ def resolve(op: str, device: torch.device | str) -> Op:
     """
     device = torch.device(device)
     if pin := _pinned.get(op):
-        reason = _providers[pin].refusal(device)
-        function = None if reason else _providers[pin].load(op)
+        provider = _providers[pin]
+        reason = provider.refusal(device)
+        function = None if reason else provider.load(op)
+        if function is not None and (reason := provider.lacks(op, device, True)):
+            function = None
         if function is None:
             raise ValueError(
                 f"ops: {op}={pin} is set, but {reason or f'{pin} has no {op}'}; take it out of the setting."
@@ -173,14 +199,17 @@ def resolve(op: str, device: torch.device | str) -> Op:
     others = [name for name in reversed(_providers) if name not in _preferred]
     passed: list[str] = []
     for name in (*_preferred, *others):
-        if reason := _providers[name].refusal(device):
+        provider = _providers[name]
+        if reason := provider.refusal(device):
             passed.append(f"{name}: {reason}")
-        elif function := _providers[name].load(op):
+        elif (function := provider.load(op)) is None:
+            passed.append(f"{name} has no {op}")
+        elif reason := provider.lacks(op, device, name in _preferred):
+            passed.append(f"{name}: {reason}")
+        else:
             why = "; ".join(passed) or "first in the list"
             _choices[op, device.type] = Choice(op, device.type, name, why)
             return function
-        else:
-            passed.append(f"{name} has no {op}")
     raise ValueError(f"ops: no provider has {op!r}; there are {', '.join(names())}.")
 
 

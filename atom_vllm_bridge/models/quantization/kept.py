@@ -27,7 +27,8 @@ class Band:
         format: `plain`, `fp8` or `mxfp4`.
         values: plain [R, a] in `dtype`; else int32 words (planes.py), as many for each output.
         scales: [R, S] uint8, with the format's offset; None where plain.
-        repacked: whether an op has put values and scales into an order of its own, in which no other reads them.
+        repacked: whether an op has put values into an order of its own, in which no other reads them.
+        whole, start: the band whose memory this one shows, which may be itself, and the place of the first output in it.
     """
 
     def __init__(
@@ -42,7 +43,16 @@ class Band:
     ) -> None:
         self.rows, self.inputs, self.dtype, self.device = rows, inputs, dtype, device
         self.format, self._values, self.scales = format, values, scales
-        self.repacked = False
+        self.whole, self.start = self, 0
+        self._repacked = False
+
+    @property
+    def repacked(self) -> bool:
+        return self.whole._repacked
+
+    @repacked.setter
+    def repacked(self, value: bool) -> None:
+        self.whole._repacked = value
 
     @property
     def values(self) -> torch.Tensor:
@@ -52,8 +62,8 @@ class Band:
             )
         if self.repacked:
             raise ValueError(
-                "weights: one op has put experts into an order of its own, and another one reads them; "
-                "let ATOM_BRIDGE_OPS name one provider of experts in the whole process."
+                "weights: one op has put a matrix into an order of its own, and another one reads it; "
+                "let ATOM_BRIDGE_OPS name one provider of the ops that multiply with it in the whole process."
             )
         return self._values
 
@@ -66,15 +76,18 @@ class Band:
 
     def cut(self, first: int, end: int) -> "Band":
         """The outputs first … end − 1, over the same memory."""
-        return Band(
+        values = self.values if self._values is None else self._values
+        part = Band(
             end - first,
             self.inputs,
             self.dtype,
             self.device,
             self.format,
-            self.values[first:end],
+            values[first:end],
             None if self.scales is None else self.scales[first:end],
         )
+        part.whole, part.start = self.whole, self.start + first
+        return part
 
     def dequantize(self) -> torch.Tensor:
         """[R, a], the exact values: as they are where plain, else float32."""

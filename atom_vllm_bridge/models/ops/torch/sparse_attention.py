@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from atom_vllm_bridge.models.ops.ragged import Ragged
 from atom_vllm_bridge.models.ops.torch.gather_rows import gather_rows
 from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
 
@@ -24,12 +25,14 @@ class Keys:
             of a row with finite values.
         hidden: [N, Q, E] bool, keys that a query does not see.
         none: [N, 1, 1] bool, tiles without a visible key, whose rows may hold anything; None: there is no such tile.
+        ragged: the same keys as a list for each query [N · Q], where the step's builder made it.
     """
 
     rows: torch.Tensor
     ids: torch.Tensor
     hidden: torch.Tensor
     none: torch.Tensor | None = None
+    ragged: Ragged | None = None
 
 
 def sparse_attention(

@@ -15,6 +15,7 @@ import triton.language as tl
 from atom_vllm_bridge.models.ops.torch import experts as reference
 from atom_vllm_bridge.models.ops.triton.products import (
     STEPS,
+    Hint,
     multiply,
     product_type,
     takes,
@@ -22,12 +23,17 @@ from atom_vllm_bridge.models.ops.triton.products import (
 )
 from atom_vllm_bridge.models.quantization.kept import Kept
 
-# Launch hints for up to so many slots an expert: slots a tile, outputs a tile, warps, stages, whether to swap factors.
-HINTS: tuple[tuple[int, int, int, int, int, bool], ...] = (
-    (12, 16, 64, 4, 3, True),
-    (24, 32, 64, 4, 3, True),
-    (96, 64, 128, 4, 2, True),
-    (1 << 62, 128, 128, 8, 3, True),
+HINTS: tuple[Hint, ...] = (
+    Hint(12, 16, 64, 4, 3, swap=True),
+    Hint(24, 32, 64, 4, 3, swap=True),
+    Hint(96, 64, 128, 4, 2, swap=True),
+    Hint(1 << 62, 128, 128, 8, 3, swap=True),
+)
+# On AMD's, whose local memory is 64 KiB (CDNA 3): two stages, and no larger tiles.
+AMD_HINTS: tuple[Hint, ...] = (
+    Hint(12, 16, 64, 4, 2),
+    Hint(24, 32, 64, 4, 2),
+    Hint(1 << 62, 64, 64, 4, 2),
 )
 # Slots that are sorted at once.
 CHUNK = 1024
@@ -213,16 +219,13 @@ def _multiply(
     out: torch.Tensor,
     k: int,
     limit: float | None,
-    block_n: int,
-    warps: int,
-    stages: int,
-    swap: bool,
+    hint: Hint,
 ) -> None:
     """`_product` of x [·, a] with `w`; gated if there is a limit."""
     (band,) = w.bands
     inputs, step = w.inputs, STEPS[band.format]
     # Tiles of one expert follow each other, so that they find its weights in the cache.
-    grid = triton.cdiv(w.outputs, block_n), len(by_expert.tiles)
+    grid = triton.cdiv(w.outputs, hint.outputs), len(by_expert.tiles)
     _product[grid](
         x,
         band.values,
@@ -238,12 +241,12 @@ def _multiply(
         FORMAT=band.format,
         STEP=step,
         EVEN=inputs % step == 0,
-        SWAP=swap,
+        SWAP=hint.swap,
         PRODUCT=product_type(_product, x),
         BLOCK_M=by_expert.rows,
-        BLOCK_N=block_n,
-        num_warps=warps,
-        num_stages=stages,
+        BLOCK_N=hint.outputs,
+        num_warps=hint.warps,
+        num_stages=hint.stages,
     )
 
 
@@ -265,13 +268,14 @@ def experts(
     slots = tokens * k
     # In float32, which has no matrix units, small tiles are best.
     each = 1 if x.dtype == torch.float32 else triton.cdiv(slots, many)
-    _, rows, *hints = next(h for h in HINTS if each <= h[0])
+    hints = HINTS if torch.version.hip is None else AMD_HINTS
+    hint = next(h for h in hints if each <= h.most)
     chosen = chosen.contiguous()
-    by_expert = sort(chosen, many, rows)
+    by_expert = sort(chosen, many, hint.rows)
     gated = x.new_empty(slots, inner)
-    _multiply(x.contiguous(), w13, by_expert, gated, k, limit, *hints)
+    _multiply(x.contiguous(), w13, by_expert, gated, k, limit, hint)
     y = x.new_empty(slots, dim)
-    _multiply(gated, w2, by_expert, y, k, None, *hints)
+    _multiply(gated, w2, by_expert, y, k, None, hint)
     block = min(1024, triton.next_power_of_2(dim))
     _add[(tokens, triton.cdiv(dim, block))](
         y, chosen, weights.contiguous(), out, k, dim, many, BLOCK=block

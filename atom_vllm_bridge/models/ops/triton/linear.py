@@ -12,6 +12,7 @@ import triton.language as tl
 from atom_vllm_bridge.models.ops.torch import linear as reference
 from atom_vllm_bridge.models.ops.triton.products import (
     STEPS,
+    Hint,
     halves,
     multiply,
     product_type,
@@ -23,12 +24,17 @@ from atom_vllm_bridge.models.quantization.kept import PLANES, Band, Kept
 # Rows; with more, unpacking a matrix once is cheaper. In float32, which has no matrix units, earlier.
 MOST_ROWS = 64
 MOST_FLOAT32_ROWS = 16
-# Launch hints for up to so many rows: rows and outputs a tile, warps, stages, whether to swap factors, and programs wanted.
 # Several programs a processor load while others multiply; but the parts of many rows cost more to add than idle processors.
-HINTS: tuple[tuple[int, int, int, int, int, bool, int], ...] = (
-    (16, 16, 64, 4, 3, False, 528),
-    (32, 32, 64, 4, 3, False, 264),
-    (MOST_ROWS, 64, 64, 4, 3, True, 132),
+HINTS: tuple[Hint, ...] = (
+    Hint(16, 16, 64, 4, 3, programs=528),
+    Hint(32, 32, 64, 4, 3, programs=264),
+    Hint(MOST_ROWS, 64, 64, 4, 3, swap=True, programs=132),
+)
+# AMD's local memory is 64 KiB (CDNA 3): two stages; and there are twice as many processors.
+AMD_HINTS: tuple[Hint, ...] = (
+    Hint(16, 16, 64, 4, 2, programs=608),
+    Hint(32, 32, 64, 4, 2, programs=608),
+    Hint(MOST_ROWS, 64, 64, 4, 2, programs=304),
 )
 
 
@@ -205,17 +211,16 @@ def few_rows(x: torch.Tensor, w: Kept) -> torch.Tensor:
         return out
     band, *others = w.bands
     other = others[0] if others else band
-    _, block_m, block_n, warps, stages, swap, programs = next(
-        h for h in HINTS if tokens <= h[0]
-    )
-    tiles = groups * triton.cdiv(band.rows // groups, block_n)
+    hints = HINTS if torch.version.hip is None else AMD_HINTS
+    hint = next(h for h in hints if tokens <= h.most)
+    tiles = groups * triton.cdiv(band.rows // groups, hint.outputs)
     if others:
-        tiles += triton.cdiv(other.rows, block_n)
-    blocks, splits, per_split = triton.cdiv(tokens, block_m), 1, inputs
+        tiles += triton.cdiv(other.rows, hint.outputs)
+    blocks, splits, per_split = triton.cdiv(tokens, hint.rows), 1, inputs
     step = max(STEPS[band.format], STEPS[other.format])
-    if blocks == 1 and tiles < programs:
+    if blocks == 1 and tiles < hint.programs:
         steps = triton.cdiv(inputs, step)
-        per_split = triton.cdiv(steps, programs // tiles) * step
+        per_split = triton.cdiv(steps, hint.programs // tiles) * step
         splits = triton.cdiv(inputs, per_split)
     parts = out
     if splits > 1:
@@ -244,12 +249,12 @@ def few_rows(x: torch.Tensor, w: Kept) -> torch.Tensor:
         FORMAT2=other.format if others else "none",
         STEP2=STEPS[other.format],
         EVEN=inputs % step == 0,
-        SWAP=swap,
+        SWAP=hint.swap,
         PRODUCT=product_type(_linear, x),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        num_warps=warps,
-        num_stages=stages,
+        BLOCK_M=hint.rows,
+        BLOCK_N=hint.outputs,
+        num_warps=hint.warps,
+        num_stages=hint.stages,
     )
     return out
 

@@ -4,7 +4,7 @@ Weights go from memory to shared memory as they are stored, and are unpacked in 
 (quantization/planes.py says how they lie). A quantised value times its scale is exact in bfloat16.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,6 +12,27 @@ import triton.language as tl
 
 from atom_vllm_bridge.models.ops.gradients import trained
 from atom_vllm_bridge.models.quantization.kept import Band, Kept
+
+
+class Hint(NamedTuple):
+    """How a product of up to `most` rows is launched.
+
+    Attributes:
+        most: rows, or slots of an expert.
+        rows, outputs: a tile.
+        warps, stages: Triton's.
+        swap: see `multiply`.
+        programs: wanted, where inputs may be split to have as many.
+    """
+
+    most: int
+    rows: int
+    outputs: int
+    warps: int
+    stages: int
+    swap: bool = False
+    programs: int = 0
+
 
 # Inputs that one step of a format's loop takes: where quantised, those of 32 words.
 STEPS = {"plain": 128, "fp8": 128, "mxfp4": 256}

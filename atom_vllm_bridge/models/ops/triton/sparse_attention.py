@@ -31,6 +31,8 @@ PROGRAMS = 132
 MOST_SPLITS = 64
 # Launch hints by what is multiplied: most (query, head) pairs a tile, keys a block, warps, stages.
 HINTS = {tl.float32: (16, 16, 8, 1), tl.bfloat16: (64, 64, 8, 2)}
+# The same on AMD's, where larger tiles do not fit into registers (docs/amd-kernels.md).
+AMD_HINTS = {tl.float32: (16, 16, 4, 1), tl.bfloat16: (16, 16, 4, 1)}
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -58,7 +60,8 @@ def sparse_attention(
     tail = 0
     if codec.name == "fp8_ds_mla":
         tail = max(16, triton.next_power_of_2(codec.rope_dim))
-    most_pairs, block_e, warps, stages = HINTS[product]
+    hints = HINTS if torch.version.hip is None else AMD_HINTS
+    most_pairs, block_e, warps, stages = hints[product]
     block_m = min(most_pairs, max(16, triton.next_power_of_2(pairs)))
     programs = tiles * triton.cdiv(pairs, block_m)
     last = compressed if compressed is not None else window
