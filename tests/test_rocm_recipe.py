@@ -121,11 +121,11 @@ def test_a_dry_run_prints_the_container_and_every_step_and_runs_nothing(checkout
     assert f"--env IMAGE={IMAGE}@{DIGEST} " in ran
     assert ran.split()[-2:] == ["--where", "mi355x"]
     assert [line.split(":")[0] for line in said] == [
-        *("doctor", "ops", "end to end", "schoolbook", "schoolbook", "schoolbook"),
-        "catalog",
+        *("doctor", "ops", "ops of aiter", "end to end"),
+        *("schoolbook", "schoolbook", "schoolbook", "catalog"),
     ]
     assert said[0] == "doctor: atom-vllm-bridge doctor --selftest"
-    assert said[1].startswith("ops: ATOM_BRIDGE_OPS=aiter python3 -m pytest ")
+    assert said[2].startswith("ops of aiter: OPS_TEST_PROVIDER=aiter python3 -m pytest")
     assert "--where mi355x" in said[-1]
     assert calls(checkout) == []
     assert not (checkout / "build").exists()
@@ -261,6 +261,19 @@ def test_a_step_passes_if_each_of_its_commands_does_and_stops_at_the_first_that_
         "passed": False,
         "said": "3 failed",
     }
+
+
+def test_the_ops_do_not_pass_under_a_provider_that_is_not_there():
+    done = subprocess.run(
+        [*shlex.split(steps.PYTEST.replace("python3", sys.executable)), "tests/ops/test_rows.py"],
+        cwd=ROOT,
+        env={**os.environ, "OPS_TEST_PROVIDER": "nobody"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "OPS_TEST_PROVIDER=nobody, which has no op" in done.stderr
 
 
 def test_the_result_names_the_machine_and_each_step(tmp_path, monkeypatch, capsys):

@@ -16,46 +16,49 @@ class Variable:
     """
     Attributes:
         name: of the variable.
-        values: those that are honoured, in lower case; the first is as if it were not set.
-        means: what it does, for the table at the start.
+        values: what is honoured, in lower case, and what it does, for the table at the start.
         otherwise: why another value is refused.
     """
 
     name: str
-    values: tuple[str, ...]
-    means: str
+    values: dict[str, str]
     otherwise: str
 
 
-_SWITCH = ("0", "1")
-_AITERS = "aiter takes 1 for on and anything else for off"
+def _switch(what: str) -> dict[str, str]:
+    return {"0": what, "1": what}
+
+
+_AITER = "aiter's ops where they fit"
+_NO_AITER = "Triton's and torch's ops before aiter's"
+_ONE_IS_ON = "takes 1 for on and anything else for off"
 
 VARIABLES = (
     Variable(
         USE_AITER,
-        ("1", "true", "0", "false"),
-        "off: ops of Triton and torch; else aiter's where they fit",
+        {"1": _AITER, "true": _AITER, "0": _NO_AITER, "false": _NO_AITER},
         "it is neither on nor off",
     ),
     Variable(
         "VLLM_ROCM_AITER_MOE_DISPATCH_POLICY",
-        ("0",),
-        "aiter sorts tokens for experts as it chooses",
+        {"0": "aiter sorts tokens for experts as it chooses"},
         "the native model hands no policy to aiter's experts, which is 0",
     ),
-    Variable("AITER_USE_CK_MOE_SORTING", _SWITCH, "read by aiter", _AITERS),
-    Variable("AITER_USE_FLYDSL_MOE_SORTING", _SWITCH, "read by aiter", _AITERS),
+    Variable(
+        "AITER_USE_CK_MOE_SORTING", _switch("read by aiter"), f"aiter {_ONE_IS_ON}"
+    ),
+    Variable(
+        "AITER_USE_FLYDSL_MOE_SORTING", _switch("read by aiter"), f"aiter {_ONE_IS_ON}"
+    ),
     Variable(
         "SAFETENSORS_FAST_GPU",
-        _SWITCH,
-        "nothing: no library here reads it",
+        _switch("nothing: no library here reads it"),
         "it is neither 0 nor 1",
     ),
     Variable(
         "VLLM_USE_BREAKABLE_CUDAGRAPH",
-        _SWITCH,
-        "nothing: a graph holds a whole decode step",
-        "vLLM takes 1 for on and anything else for off",
+        _switch("nothing: a graph holds a whole decode step"),
+        f"vLLM {_ONE_IS_ON}",
     ),
 )
 
@@ -81,9 +84,9 @@ def aiter_is_off(environ: Mapping[str, str]) -> bool:
 
 
 def said(environ: Mapping[str, str]) -> str:
-    """What is set, and what it does; for the table at the start."""
+    """What is set of that which is honoured, and what it does; for the table at the start."""
     return "; ".join(
-        f"{variable.name}={environ[variable.name]} ({variable.means})"
+        f"{variable.name}={value} ({variable.values[value.lower()]})"
         for variable in VARIABLES
-        if variable.name in environ
+        if (value := environ.get(variable.name)) is not None
     )

@@ -333,11 +333,10 @@ def test_a_sorting_policy_that_the_experts_are_not_handed_is_refused():
 def test_the_start_says_what_each_variable_does():
     said = startup.rows_on_rocm(
         SimpleNamespace(left_to="ATOMPlatform"),
-        {"SAFETENSORS_FAST_GPU": "1", "AITER_USE_CK_MOE_SORTING": "0", "HOME": "/"},
+        {"VLLM_ROCM_USE_AITER": "True", "AITER_USE_CK_MOE_SORTING": "0", "HOME": "/"},
     )
     assert said == {
-        "environment": "AITER_USE_CK_MOE_SORTING=0 (read by aiter); "
-        "SAFETENSORS_FAST_GPU=1 (nothing: no library here reads it)",
+        "environment": "VLLM_ROCM_USE_AITER=True (aiter's ops where they fit); AITER_USE_CK_MOE_SORTING=0 (read by aiter)",
         "platform": "ATOMPlatform of ROCm/ATOM, which serves every other model",
     }
     alone = startup.rows_on_rocm(SimpleNamespace(left_to=""), {})
