@@ -7,6 +7,7 @@ weights in an order of its own: the first step, which no graph captures, puts th
 
 import importlib
 import inspect
+import os
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from atom_vllm_bridge.models.ops.registry import Op, Provider
 from atom_vllm_bridge.models.quantization import mxfp4
 from atom_vllm_bridge.models.quantization.kept import Kept
 from atom_vllm_bridge.models.quantization.planes import MXFP4, WORDS
+from atom_vllm_bridge.platforms import rocm_variables
 
 _LAYERS = "vllm.model_executor.layers"
 _MARLIN = f"{_LAYERS}.fused_moe.experts.marlin_moe"
 _UTILS = f"{_LAYERS}.quantization.utils.marlin_utils"
 _UTILS_FP4 = f"{_LAYERS}.quantization.utils.marlin_utils_fp4"
+# torch has every op.
+WITHOUT_AITER = "triton,torch"
 # What is called, with which arguments.
 _CALLED = {
     (_MARLIN, "fused_marlin_moe"): {
@@ -53,10 +57,14 @@ _INPUTS, _OUTPUTS = MXFP4.step, 64
 def configure(setting: str) -> None:
     """`registry.configure`, with the engine's provider among those that the setting may name.
 
+    On AMD GPUs VLLM_ROCM_USE_AITER=0 comes behind the setting, and puts every op that it does not name before aiter.
+
     Raises:
         ValueError: an unknown op or provider.
     """
     registry.register(Provider("vllm", {"experts": experts}.get, refusal), first=False)
+    if torch.version.hip is not None and rocm_variables.aiter_is_off(os.environ):
+        setting = f"{setting},{WITHOUT_AITER}"
     registry.configure(setting)
 
 

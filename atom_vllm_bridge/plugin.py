@@ -8,17 +8,19 @@ times and in any order.
 import logging
 import os
 
-from atom_vllm_bridge import compat
+from atom_vllm_bridge import compat, rocm_atom
 from atom_vllm_bridge.patches import registry
 from atom_vllm_bridge.settings import Settings
 
 logger = logging.getLogger("vllm.atom_vllm_bridge")
 
+ROCM = "vllm.platforms.rocm.RocmPlatform"
+
 # vLLM's platform class → ours. What vLLM finds elsewhere (XPU, TPU) is left alone.
 PLATFORMS = {
     "vllm.platforms.cpu.CpuPlatform": "atom_vllm_bridge.platforms.cpu.AtomCpuPlatform",
     "vllm.platforms.cuda.CudaPlatform": "atom_vllm_bridge.platforms.cuda.AtomCudaPlatform",
-    "vllm.platforms.rocm.RocmPlatform": "atom_vllm_bridge.platforms.rocm.AtomRocmPlatform",
+    ROCM: "atom_vllm_bridge.platforms.rocm.AtomRocmPlatform",
 }
 
 # The names are vLLM's: it decides tokenizer mode, graph defaults and draft architecture by them.
@@ -44,6 +46,15 @@ def register_platform() -> str | None:
         registry.PATCHES.turn_off(settings.disabled_patches)
         compat.check_vllm_version(allow_untested=settings.allow_untested)
         stock = detected_platform()
+        if rocm_atom.platform_plugin(os.environ):
+            # vLLM allows one; what ours would have done, register_models() sees to.
+            if stock != ROCM:
+                logger.error(
+                    "ROCm/ATOM's plugin brings a platform for AMD GPUs, and vLLM finds %s: set %s=1, which turns it off.",
+                    stock or "none here",
+                    rocm_atom.OFF,
+                )
+            return None
         chosen = PLATFORMS.get(stock or "")
         if chosen is None:
             logger.info(
@@ -100,22 +111,25 @@ def register_models() -> None:
     from atom_vllm_bridge.platforms.base import AtomPlatform
 
     if not isinstance(current_platform, AtomPlatform):
-        logger.warning(
-            "atom-vllm-bridge registers no model: vLLM runs on %s, which it does not extend.",
-            type(current_platform).__name__,
+        name = type(current_platform).__name__
+        if not (rocm_atom.platform_plugin(os.environ) and current_platform.is_rocm()):
+            logger.warning(
+                "atom-vllm-bridge registers no model: vLLM runs on %s, which it does not extend.",
+                name,
+            )
+            return
+        from atom_vllm_bridge.platforms import beside_atom
+
+        beside_atom.extend(current_platform)
+        logger.info(
+            "ROCm/ATOM is installed and the platform, %s, left to it: DeepSeek-V4 with its MTP and DSpark drafts is "
+            "atom-vllm-bridge's, every other model as without it. ATOM_BRIDGE_DISABLE=1 leaves all to ATOM.",
+            name,
         )
-        return
 
     from vllm.model_executor.layers.quantization import register_quantization_config
-    from vllm.model_executor.models.registry import ModelRegistry
 
-    for architecture, path in MODELS.items():
-        known = ModelRegistry.models.get(architecture)
-        if (
-            f"{getattr(known, 'module_name', '')}:{getattr(known, 'class_name', '')}"
-            != path
-        ):
-            ModelRegistry.register_model(architecture, path)
+    register_classes()
 
     from atom_vllm_bridge.weights import CHECKPOINT_FORMAT, CheckpointFormat
 
@@ -127,3 +141,16 @@ def register_models() -> None:
             "A speculative configuration needs num_speculative_tokens: patch draft-length is %s.",
             state,
         )
+
+
+def register_classes() -> None:
+    """Have vLLM's architecture names mean the bridge's classes."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture, path in MODELS.items():
+        known = ModelRegistry.models.get(architecture)
+        if (
+            f"{getattr(known, 'module_name', '')}:{getattr(known, 'class_name', '')}"
+            != path
+        ):
+            ModelRegistry.register_model(architecture, path)

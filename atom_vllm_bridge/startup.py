@@ -22,6 +22,7 @@ from atom_vllm_bridge.kv_cache import (
 )
 from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.patches.registry import DECLARED, load
+from atom_vllm_bridge.platforms import rocm_variables
 from atom_vllm_bridge.settings import Settings
 
 logger = logging.getLogger("vllm.atom_vllm_bridge")
@@ -99,6 +100,8 @@ def table(
         "ops": _ops(providers),
         "patches": ", ".join(_patches()) or "none applied",
     }
+    if current_platform.is_rocm():
+        got |= rows_on_rocm(current_platform, os.environ)
     additional = vllm_config.additional_config
     asked = additional.get(ASKED, {}) if isinstance(additional, Mapping) else {}
     return [
@@ -112,6 +115,16 @@ def table(
         )
         for name, value in got.items()
     ]
+
+
+def rows_on_rocm(platform: Any, environ: Mapping[str, str]) -> dict[str, str]:
+    """What only AMD GPUs have to say."""
+    rows = {"environment": rocm_variables.said(environ) or "none of AMD's set"}
+    if platform.left_to:
+        rows["platform"] = (
+            f"{platform.left_to} of ROCm/ATOM, which serves every other model"
+        )
+    return rows
 
 
 def trained_length(hf_config: Any, method: str) -> int | None:

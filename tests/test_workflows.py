@@ -142,7 +142,7 @@ def test_the_gate_hears_the_labels_and_the_reviews():
 
 def test_the_cases_wait_for_the_gate_and_for_pre_checkin():
     jobs = WORKFLOWS["atom-vllm-test.yaml"]["jobs"]
-    for job in ("cpu", "gpu"):
+    for job in ("cpu", "gpu", "rocm"):
         assert jobs[job]["needs"] == ["gate", "pre-checkin-passed"]
     assert jobs["pre-checkin-passed"]["if"] == "needs.gate.outputs.vllm == 'true'"
     assert jobs["atom"]["if"] == "needs.gate.outputs.atom == 'true'"
@@ -187,6 +187,22 @@ def test_without_a_runner_the_gpu_cases_are_left_out_by_name(tmp_path, runners):
     ] * 2
     assert made["gpu"] == "[]"
     assert made["left_out"] == "flash pro"
+
+
+def test_amds_runners_get_the_container_and_not_single_cases(tmp_path):
+    catalog = tmp_path / "catalog.json"
+    catalog.write_text(json.dumps(SAMPLE))
+    runners = {"h200": "our-h200", "mi355x": "our-mi355x", "mi300x": "our-mi300x"}
+    made = outputs("cases.py", str(catalog), RUNNERS=json.dumps(runners))
+    assert [entry["runner"] for entry in json.loads(made["gpu"])] == ["our-h200"]
+    assert json.loads(made["rocm"]) == [
+        {"runner": "our-mi355x", "where": "mi355x"},
+        {"runner": "our-mi300x", "where": ""},
+    ]
+    assert made["left_out"] == ""
+    without = outputs("cases.py", str(catalog), RUNNERS="")
+    assert without["rocm"] == "[]"
+    assert without["left_out"] == "flash pro"
 
 
 def test_the_catalog_gives_ci_a_case_on_the_cpu_with_dspark():

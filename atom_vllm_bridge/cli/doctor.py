@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from atom_vllm_bridge import compat
+from atom_vllm_bridge import compat, rocm_atom
 from atom_vllm_bridge.cli import probes
 from atom_vllm_bridge.models.ops.aiter import namesakes
 from atom_vllm_bridge.patches import registry
@@ -223,6 +223,8 @@ def _entry_points(report: Report, environ: Mapping[str, str]) -> None:
         )
     for point in found["vllm.platform_plugins"]:
         name = point["name"]
+        if rocm_atom.brings(point["value"] or ""):
+            continue
         if name != ENTRY_POINT and (chosen is None or name in chosen):
             report.faults.append(
                 f"The platform plugin {name} of {point['package']} is loaded too, and vLLM allows one to be active. "
@@ -274,6 +276,8 @@ def _platform(
         why = f"the plugin refused: {found['refusal']}"
     elif settings.disable:
         why = "ATOM_BRIDGE_DISABLE=1"
+    elif found["left_to"] and found["enum"] == "ROCM":
+        why = f"the plugin leaves it to {found['left_to']} of ROCm/ATOM, and keeps DeepSeek-V4"
     elif found["ours"] is None:
         why = f"the plugin has no platform for {stock}"
         report.faults.append(

@@ -39,7 +39,7 @@ FACTS = (
 
 def platform() -> dict[str, Any]:
     """The platform that vLLM uses, the one it would use without plugins, and what ours said."""
-    from atom_vllm_bridge import plugin
+    from atom_vllm_bridge import plugin, rocm_atom
 
     try:
         ours, refusal = plugin.register_platform(), None
@@ -53,6 +53,7 @@ def platform() -> dict[str, Any]:
         "enum": current_platform._enum.name,
         "stock": plugin.detected_platform(),
         "ours": ours,
+        "left_to": rocm_atom.platform_plugin(os.environ),
         "refusal": refusal,
     }
 

@@ -18,6 +18,7 @@ DRAFT_KV = "tests/plugin/test_vllm_dspark_draft_kv_patch.py"
 ASYNC = "tests/plugin/test_vllm_v4_async_scheduling_guards.py"
 RINGS = "tests/plugin/test_ring_state.py"
 INVARIANCE = "tests/plugin/test_engine_invariance.py"
+ROCM = "tests/plugin/test_rocm.py"
 
 DUTIES = [
     Duty(
@@ -134,6 +135,27 @@ DUTIES = [
         hook="vllm.config.compilation:CUDAGraphMode.without_piecewise",
         used="atom_vllm_bridge.platforms.base:AtomPlatform.graph_mode",
         test="tests/plugin/test_published_commands.py::test_the_start_says_what_each_flag_became",
+    ),
+    Duty(
+        id="graph-memory",
+        instead_of="GPUModelRunner.profile_cudagraph_memory",
+        what=(
+            "On AMD GPUs with aiter's collectives, capture no graphs only to measure their "
+            "memory."
+        ),
+        hook="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        used="atom_vllm_bridge.workers.rocm:AtomRocmWorker.determine_available_memory",
+        test=f"{ROCM}::test_graphs_are_not_captured_for_measurement_with_aiters_collectives",
+    ),
+    Duty(
+        id="classes-kept",
+        instead_of="ModelRegistry.register_model",
+        what=(
+            "Keep the bridge's classes where another plugin registers DeepSeek-V4 after it."
+        ),
+        hook=f"{PLATFORM}.pre_register_and_update",
+        used="atom_vllm_bridge.plugin:register_classes",
+        test=f"{ROCM}::test_the_platform_is_atoms_and_deepseek_v4_the_bridges_in_either_order",
     ),
     Duty(
         id="configuration",

@@ -350,7 +350,7 @@ class AtomPlatform:
 
         cache = vllm_config.cache_config
         asked = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
-        super().check_and_update_config(vllm_config)  # type: ignore[misc]
+        cls._check_of_vllm(vllm_config)
         cache.block_size = asked
         if method_of(vllm_config) == "dspark":
             # Context rows follow from verified tokens alone, so that the last block of a hit is as good as the others. An
@@ -363,6 +363,10 @@ class AtomPlatform:
         if verifies_adaptively(vllm_config):
             parallel = vllm_config.parallel_config
             parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+
+    @classmethod
+    def _check_of_vllm(cls, vllm_config: "VllmConfig") -> None:
+        super().check_and_update_config(vllm_config)  # type: ignore[misc]
 
     @classmethod
     def graph_mode(cls, vllm_config: "VllmConfig") -> "CUDAGraphMode":

@@ -1,14 +1,27 @@
-"""How a provider's op is compared with torch's: on which sizes, and how near."""
+"""How a provider's op is compared with torch's: which provider, on which sizes, and how near."""
+
+import os
 
 import pytest
-from interpreted import gpu_only
+from interpreted import DEVICE, gpu_only
 
-from atom_vllm_bridge.models.ops.registry import resolve_from
+from atom_vllm_bridge.models.ops.registry import names, providers_of, resolve_from
+
+VARIABLE = "OPS_TEST_PROVIDER"
+ASKED = os.environ.get(VARIABLE)
+
+
+def refuse_a_provider_that_is_not_here():
+    """A suite that was asked for a provider must not pass without it."""
+    if ASKED and not any(ASKED in providers_of(op, DEVICE) for op in names()):
+        raise pytest.UsageError(f"{VARIABLE}={ASKED}, which has no op on {DEVICE} here")
 
 
 def both(op):
-    """Triton's, and torch's."""
-    return resolve_from("triton", op), resolve_from("torch", op)
+    """The op of the provider that is asked for, Triton's otherwise, and torch's; an op that the provider lacks is skipped by name."""
+    if ASKED and ASKED not in providers_of(op, DEVICE):
+        pytest.skip(f"{ASKED} has no {op} here")
+    return resolve_from(ASKED or "triton", op), resolve_from("torch", op)
 
 
 def close(got, want, tolerance):

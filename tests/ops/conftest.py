@@ -1,6 +1,11 @@
 """Tests of Triton's kernels are collected where they run."""
 
+from against_torch import refuse_a_provider_that_is_not_here
 from interpreted import elsewhere
+
+
+def pytest_configure(config):
+    refuse_a_provider_that_is_not_here()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,114 +1,27 @@
 """The commands that the field publishes for this model, as they are: each flag is honoured, or the start says what it became."""
 
-import shlex
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 from engines import prompt
+from published import COMMANDS, adaptive_command, parsed
 from startup_logs import startup_table
 from vllm import SamplingParams
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.llm_engine import LLMEngine
-from vllm.entrypoints.launchers.cli_args import (
-    make_arg_parser,
-    validate_parsed_serve_args,
-)
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from atom_vllm_bridge.patches.draft_length import ARCHITECTURE, fill_in_the_length
 from atom_vllm_bridge.platforms.refusal import Refused
 
-ADAPTIVE = ',"enable_adaptive_verification":true'
-
-
-@dataclass(frozen=True)
-class Command:
-    """A published command, its parallel size replaced by 1.
-
-    Attributes:
-        draft: of the checkpoint.
-        text: the options.
-        table: what the start says of them.
-    """
-
-    draft: str
-    text: str
-    table: dict[str, str] = field(default_factory=dict)
-
-
-COMMANDS = {
-    "MTP": Command(
-        "mtp",
-        """
-        --tensor-parallel-size 1 --attention_backend ROCM_AITER_UNIFIED_ATTN
-        --compilation-config '{"mode":3,"cudagraph_mode":"FULL_DECODE_ONLY"}'
-        --speculative-config '{"method":"mtp","num_speculative_tokens":3,"attention_backend":"ROCM_AITER_UNIFIED_ATTN"}'
-        --kv-cache-dtype fp8 --distributed-executor-backend mp
-        --max_model_len 4096 --max-num-batched-tokens 8192 --max_num_seqs 256 --tokenizer-mode deepseek_v4
-        --tool-call-parser deepseek_v4 --trust-remote-code
-        """,
-        {
-            "cache dtype": "fp8 → fp8_ds_mla",
-            "speculation": "mtp, K = 3 (trained for 1; drafts of another length are accepted less)",
-            "compilation": "VLLM_COMPILE → NONE",
-            "graph mode": "FULL_DECODE_ONLY → NONE",
-            "batched tokens": "8192",
-            "async scheduling": "on",
-            "attention": "ROCM_AITER_UNIFIED_ATTN → sparse_attention of {}",
-        },
-    ),
-    "DSpark": Command(
-        "dspark",
-        """
-        --served-model-name dsv4flash --tensor-parallel-size 1 --data-parallel-size 1 --async-scheduling
-        --enable-prefix-caching --max-model-len 32768 --max-num-seqs 256 --max-num-batched-tokens 16384
-        --distributed-executor-backend mp --gpu-memory-utilization 0.8 --kv-cache-dtype fp8 --trust-remote-code
-        --moe-backend aiter --tokenizer-mode deepseek_v4 --reasoning-parser deepseek_v4
-        --compilation-config '{"mode":3,"cudagraph_mode":"FULL_AND_PIECEWISE","max_cudagraph_capture_size":2048}'
-        --speculative-config '{"method":"dspark","num_speculative_tokens":7}'
-        """,
-        {
-            "cache dtype": "fp8 → fp8_ds_mla",
-            "prefix cache": "on, hits end on 128 tokens",
-            "speculation": "dspark, K = 7 (trained for 5; drafts of another length are accepted less)",
-            "compilation": "VLLM_COMPILE → NONE",
-            "graph mode": "FULL_AND_PIECEWISE → NONE",
-            "batched tokens": "16384",
-            "async scheduling": "on",
-            "experts": "--moe-backend aiter → experts of {}",
-        },
-    ),
-    "DSpark, the method alone": Command(
-        "dspark",
-        """ --tensor-parallel-size 1 --speculative-config '{"method":"dspark"}'""",
-        {
-            "prefix cache": "on, hits end on 128 tokens",
-            "speculation": "dspark, K = 5 (trained for 5)",
-            "batched tokens": "2048 → 1024",
-            "async scheduling": "on",
-        },
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def checkpoints(small_dspark, small_mtp, small_checkpoint):
     return {"dspark": small_dspark, "mtp": small_mtp, "none": small_checkpoint}
-
-
-def parsed(checkpoint, text):
-    """What `vllm serve` makes of the options."""
-    parser = make_arg_parser(FlexibleArgumentParser())
-    args = parser.parse_args([str(checkpoint), *shlex.split(text)])
-    args.model = args.model_tag
-    validate_parsed_serve_args(args)
-    return args
 
 
 def configuration(checkpoint, text):
@@ -185,12 +98,6 @@ def test_adaptive_verification_without_graphs_is_refused_in_one_line(
         "atom-vllm-bridge: enable_adaptive_verification needs full graphs of decode steps"
     )
     assert "\n" not in line
-
-
-def adaptive_command() -> str:
-    text = COMMANDS["DSpark"].text.replace(":7}", f":7{ADAPTIVE}}}")
-    assert ADAPTIVE in text
-    return text
 
 
 @contextmanager
