@@ -119,6 +119,7 @@ docs: $(SERVER)
 	$(BIN)/python -m atom_vllm_bridge.settings > docs/settings.md
 	$(BIN)/python -m atom_vllm_bridge.patches.page > docs/patches.md
 	$(BIN)/python -m atom_vllm_bridge.metrics > docs/metrics.md
+	$(BIN)/python tests/features.py > docs/feature-matrix.md
 
 clean:
 	rm -rf $(MADE_HERE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
