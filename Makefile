@@ -30,7 +30,7 @@ help:
 	@echo 'make serve     serve $(MODEL) on port $(PORT); PORT=, MODEL=, DRAFT=, SERVE_ARGS= change it'
 	@echo 'make checkpoints  lay out schoolbook and schoolbook-mtp, which eval and bench compare'
 	@echo 'make test      run the tests on the CPU; PYTEST_ARGS= is passed on'
-	@echo 'make lint      black, ruff, mypy for 3.11 to 3.13, import-linter'
+	@echo 'make lint      black, ruff, mypy for 3.11 to 3.13, import-linter, and the site of docs/ into build/site'
 	@echo 'make docs      write the pages that are made from the code'
 	@echo 'make clean     remove caches and the checkpoints made here; .venv stays'
 
@@ -114,11 +114,14 @@ lint: $(TOOLS)
 	$(BIN)/ruff check .
 	for version in 3.11 3.12 3.13; do $(BIN)/mypy --python-version $$version || exit 1; done
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs: $(SERVER)
 	$(BIN)/python -m atom_vllm_bridge.settings > docs/settings.md
 	$(BIN)/python -m atom_vllm_bridge.patches.page > docs/patches.md
 	$(BIN)/python -m atom_vllm_bridge.metrics > docs/metrics.md
+	$(BIN)/python -m atom_vllm_bridge.ops_page > docs/ops.md
+	$(BIN)/python tests/features.py > docs/feature-matrix.md
 	$(BIN)/python .github/scripts/support.py README.md
 
 clean:

@@ -317,10 +317,15 @@ def metrics_page() -> str:
     """The text of `docs/metrics.md`: one row a series."""
     rows = "\n".join(
         f"| `{series.sample}` | {series.kind} | {', '.join(map(_code, series.labels))} | {series.present} "
-        f"| {series.about} |"
+        f"| {_cell(series.about)} |"
         for series in SERIES
     )
     return _PAGE.format(rows=rows)
+
+
+def _cell(text: str) -> str:
+    """A bar would end the cell."""
+    return text.replace("|", "\\|")
 
 
 def _code(text: str) -> str:

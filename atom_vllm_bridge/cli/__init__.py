@@ -2,6 +2,10 @@
 
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typer import Typer
 
 
 def main() -> None:
@@ -11,6 +15,13 @@ def main() -> None:
 
         sys.exit(doctor.main(sys.argv[2:]))
 
+    # As an interrupt does, and unlike SIGTERM by itself: servers that a measurement started end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    application()(prog_name="atom-vllm-bridge")
+
+
+def application() -> "Typer":
+    """The commands with their options; `doctor` parses its own."""
     import typer
 
     from atom_vllm_bridge.cli.bench import bench
@@ -31,6 +42,4 @@ def main() -> None:
     def _doctor() -> None:
         """Report what is installed and chosen; exit code 1 if something is wrong."""
 
-    # As an interrupt does, and unlike SIGTERM by itself: servers that a measurement started end with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    app(prog_name="atom-vllm-bridge")
+    return app

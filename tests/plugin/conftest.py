@@ -1,7 +1,19 @@
-"""Checkpoints, made once a session."""
+"""Checkpoints, made once a session; and a check of the marks of features."""
 
+import features
 import pytest
-from engines import SHALLOW, SMALL
+from engines import SHALLOW, SMALL, Engine
+
+
+@pytest.fixture(autouse=True)
+def as_marked(request):
+    """A test that is marked `covers` has asked an engine that has all of these features; a server's are in its flags."""
+    Engine.asked.clear()
+    yield
+    covers = features.covered(request.node)
+    if covers and "server" not in request.fixturenames:
+        ran = [one for one in Engine.asked if covers.items() <= one.items()]
+        assert ran, f"marked {covers}, but asked {Engine.asked}"
 
 
 @pytest.fixture(scope="session")

@@ -104,6 +104,8 @@ class Engine:
     """vLLM's engine in this process, with a look at what its scheduler did."""
 
     running: ClassVar[list["Engine"]] = []
+    # Features of engines that were asked for an answer, in the words of tests/features.py; conftest.py compares them with marks.
+    asked: ClassVar[list[dict[str, str]]] = []
 
     def __init__(self, checkpoint, **options):
         from vllm import LLM
@@ -142,6 +144,26 @@ class Engine:
     def model(self):
         return self.runner.model
 
+    @property
+    def features(self) -> dict[str, str]:
+        """What this engine runs, in the words of tests/features.py."""
+        config, parallel = self.runner.vllm_config, self.runner.parallel_config
+        codec = self.model.model.codec.name
+        return {
+            "spec": _draft(config.speculative_config),
+            "caching": "on" if config.cache_config.enable_prefix_caching else "off",
+            "layout": _layout(self.runner.kv_cache_config),
+            "scheduling": ("sync", "async")[config.scheduler_config.async_scheduling],
+            "graphs": _graphs(config.compilation_config),
+            "ranks": "+".join(
+                ["TP"] * (parallel.tensor_parallel_size > 1)
+                + ["DP"] * (parallel.data_parallel_size > 1)
+                + ["EP"] * parallel.enable_expert_parallel
+            )
+            or "one",
+            "kv": "fp8" if codec == "fp8_ds_mla" else codec,
+        }
+
     def counter(self, name: str) -> float:
         """The sum of a vLLM counter, such as vllm:num_preemptions."""
         return sum(
@@ -164,6 +186,7 @@ class Engine:
 
     def generate(self, prompts, max_tokens: int = 8, **sampling) -> list[Answer]:
         """Greedy by default; the eight likeliest log-probabilities at each token."""
+        self.asked.append(self.features)
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
             _params(max_tokens, **sampling),
@@ -175,6 +198,7 @@ class Engine:
         self, prompts, at_once: int, max_tokens: int = 8, **sampling
     ) -> list[Answer]:
         """The same, but only `at_once` requests are there at the start; one more comes before each step."""
+        self.asked.append(self.features)
         params = _params(max_tokens, **sampling)
         engine, waiting = self.llm.llm_engine, list(enumerate(prompts))
         done: dict[str, Any] = {}
@@ -195,6 +219,28 @@ class Engine:
             self.running.remove(self)
             cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def _draft(speculative) -> str:
+    if speculative is None:
+        return "off"
+    adaptive = speculative.enable_adaptive_verification
+    return "adaptive" if adaptive else speculative.method
+
+
+def _layout(cache) -> str:
+    from atom_vllm_bridge.kv_cache import RingSpec, spec_of_group
+
+    specs = [spec_of_group(group) for group in cache.kv_cache_groups]
+    return "ring" if any(isinstance(spec, RingSpec) for spec in specs) else "paged"
+
+
+def _graphs(compilation) -> str:
+    """vLLM is told that a CPU has graphs where adaptive verification asks for them; none is captured there."""
+    from vllm.platforms import current_platform
+
+    full = compilation.cudagraph_mode.has_full_cudagraphs()
+    return "decode" if full and not current_platform.is_cpu() else "none"
 
 
 def _params(max_tokens: int, **sampling):

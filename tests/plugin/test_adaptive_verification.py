@@ -43,7 +43,22 @@ def expected(agreeing_dspark):
         return engine.generate(PROMPTS, max_tokens=TOKENS)
 
 
-@pytest.fixture(scope="module", params=["paged", "ring"])
+def covers(layout, caching="on", scheduling="async", kv="float32"):
+    return pytest.mark.covers(
+        spec="adaptive",
+        caching=caching,
+        layout=layout,
+        scheduling=scheduling,
+        graphs="none",
+        ranks="one",
+        kv=kv,
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(layout, marks=covers(layout)) for layout in ("paged", "ring")],
+)
 def engine(request, expected, agreeing_dspark):
     with running(
         agreeing_dspark,
@@ -179,6 +194,39 @@ def metrics_page() -> str:
 def configuration(checkpoint, **options):
     args = {"max_model_len": 1024, "dtype": "float32", "enforce_eager": True}
     return EngineArgs(str(checkpoint), **(args | options)).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("kv", "layout", "caching", "scheduling"),
+    [
+        pytest.param(*case, marks=covers(*case[1:], kv=case[0]), id="-".join(case))
+        for case in (
+            ("fp8", "paged", "off", "sync"),
+            ("bfloat16", "ring", "on", "sync"),
+        )
+    ],
+)
+def test_texts_are_those_without_drafts_from_rows_of_any_dtype(
+    agreeing_dspark, kv, layout, caching, scheduling
+):
+    prompts = [prompt(n, seed=n, vocabulary=VOCABULARY) for n in (700, 30, 1100, 126)]
+    rows = {"max_num_seqs": 4, "kv_cache_dtype": kv}
+    with running(agreeing_dspark, enable_prefix_caching=False, **rows) as engine:
+        plain = engine.generate(prompts, max_tokens=24)
+    with running(
+        agreeing_dspark,
+        enable_prefix_caching=caching == "on",
+        async_scheduling=scheduling == "async",
+        additional_config={"atom": {"state_layout": layout}},
+        **rows,
+        **adaptive(),
+    ) as engine:
+        answers = [engine.generate(prompts, max_tokens=24) for _ in range(2)]
+        assert engine.counter("vllm:spec_decode_num_accepted_tokens") > 0
+    agree(plain, answers[0])
+    agree(plain, answers[1])
+    hits = (640, 0, 1024, 0) if caching == "on" else (0,) * 4
+    assert tuple(answer.cached for answer in answers[1]) == hits
 
 
 @pytest.mark.parametrize("on", [True, False])

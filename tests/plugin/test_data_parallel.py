@@ -50,6 +50,15 @@ def seconds_of(server) -> dict[str, float]:
     }
 
 
+@pytest.mark.covers(
+    spec="dspark",
+    caching="on",
+    layout="paged",
+    scheduling="async",
+    graphs="none",
+    ranks="DP",
+    kv="float32",
+)
 def test_a_busy_rank_beside_an_idle_one_gives_the_text_of_one_rank(server, one_rank):
     client = server.client
 

@@ -1,5 +1,7 @@
 """A request gives the same, whatever its chunks, its company, its hits and its preemptions (float32)."""
 
+from functools import partial
+
 import pytest
 from engines import difference, prompt, running
 
@@ -7,6 +9,15 @@ CHUNKS = [1, 63, 64, 65, 127, 128, 129, 256]
 TAILS = [1, 127, 128, 129, 255, 256, 384, 511, 512, 513]
 # The longest prefix takes seconds for each tail.
 PREFIXES = {2048: TAILS, 6144: TAILS, 17408: TAILS[::3]}
+
+covers = partial(
+    pytest.mark.covers,
+    spec="off",
+    layout="paged",
+    graphs="none",
+    ranks="one",
+    kv="float32",
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +64,7 @@ def test_a_short_last_chunk_after_a_long_prefix_gives_the_same(engine, prefix):
         difference(first, hit)
 
 
+@covers(caching="on", scheduling="async")
 def test_hits_land_on_128_tokens(engine):
     for shared, expected in ((130, 128), (640, 640), (900, 896)):
         prefix = prompt(shared, seed=shared)
@@ -89,7 +101,13 @@ def test_more_requests_over_time_than_slots(small_checkpoint):
         difference(reference, answer)
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(
+    "caching",
+    [
+        pytest.param(True, marks=covers(caching="on")),
+        pytest.param(False, marks=covers(caching="off")),
+    ],
+)
 def test_a_preempted_request_resumes_as_if_nothing_had_happened(
     small_checkpoint, caching
 ):

@@ -4,7 +4,7 @@ The reference is the model alone, on the CPU, in float32, with torch's ops and n
 """
 
 import json
-from functools import cache
+from functools import cache, partial
 
 import engines
 import pytest
@@ -80,7 +80,16 @@ def cpu_says(checkpoint) -> list[Answer]:
     return answers
 
 
-@pytest.fixture(params=SPECULATION)
+covers = partial(
+    pytest.mark.covers, caching="on", layout="paged", scheduling="async", ranks="one"
+)
+DRAFTS = [
+    pytest.param(name, marks=covers(spec="off" if name == "none" else name))
+    for name in SPECULATION
+]
+
+
+@pytest.fixture(params=DRAFTS)
 def draft(request):
     return request.param
 
@@ -141,18 +150,21 @@ def test_the_platform_is_cudas():
     assert isinstance(current_platform, AtomCudaPlatform)
 
 
+@pytest.mark.covers(graphs="none", kv="float32")
 def test_eager_steps_give_the_cpus_text(draft, checkpoint, replays):
     answers = answers_of(checkpoint, draft)
     assert replays == {}
     assert_the_same(cpu_says(checkpoint), answers)
 
 
+@pytest.mark.covers(graphs="decode", kv="float32")
 def test_replayed_graphs_give_the_cpus_text(draft, checkpoint, replays):
     answers = answers_of(checkpoint, draft, graphs=True)
     assert set(replays) == MANAGERS[draft]
     assert_the_same(cpu_says(checkpoint), answers)
 
 
+@pytest.mark.covers(graphs="decode", kv="bfloat16")
 def test_bfloat16_stays_within_its_rounding(draft, checkpoint, replays, monkeypatch):
     monkeypatch.setattr(engines, "TOLERANCE", ROUNDING)
     answers = answers_of(checkpoint, draft, graphs=True, dtype="bfloat16")

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import difference, prompt, running
+from engines import Engine, difference, prompt, running
 from launched import prepare, two_ranks
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 # More take minutes: PARALLEL_REQUESTS=500 pytest tests/plugin/test_parallel_ranks.py
 REQUESTS = int(os.environ.get("PARALLEL_REQUESTS", "6"))
@@ -28,47 +29,105 @@ class Case:
     """How two ranks share the work.
 
     Attributes:
-        way: "tensor", "data" or "expert" (the ranks are data-parallel, the experts split between them).
-        draft: "dspark", "mtp" or None.
+        ranks: "TP" or "DP", with "+EP" where experts are shared.
+        draft: "dspark", "adaptive", "mtp" or None.
         layout: of the state.
+        kv: dtype of cache rows; fp8 and bfloat16 without prefix caching.
         whole_draft: tensor-parallel ranks have all of the draft each.
     """
 
-    way: str
+    ranks: str
     draft: str | None = None
     layout: str = "paged"
+    kv: str = "float32"
     whole_draft: bool = False
 
+    def __str__(self) -> str:
+        named = (self.ranks, self.draft, self.layout, self.kv)
+        return "-".join(filter(None, named)) + "-whole" * self.whole_draft
+
+    @property
+    def tensor(self) -> bool:
+        return self.ranks.startswith("TP")
+
+    @property
+    def shared_experts(self) -> bool:
+        return self.ranks.endswith("+EP")
+
+    @property
+    def reference(self) -> tuple[str, str]:
+        """The checkpoint, by its draft, and the dtype of rows."""
+        return "mtp" if self.draft == "mtp" else "dspark", self.kv
+
+    @property
+    def covers(self) -> pytest.MarkDecorator:
+        return pytest.mark.covers(
+            spec=self.draft or "off",
+            caching="on" if self.kv == "float32" else "off",
+            layout=self.layout,
+            # Ranks of vLLM's offline engine meet once a step; a step that only waits for an earlier one would miss the others.
+            scheduling="async" if self.tensor and self.kv == "float32" else "sync",
+            graphs="none",
+            ranks=self.ranks,
+            kv=self.kv,
+        )
+
     def options(self) -> dict[str, Any]:
-        speculative = None
+        speculative: dict[str, Any] | None = None
         if self.draft:
-            speculative = {"method": self.draft}
+            speculative = {"method": self.reference[0]}
+            if self.draft == "adaptive":
+                speculative["enable_adaptive_verification"] = True
             if self.whole_draft:
                 speculative["draft_tensor_parallel_size"] = 1
-        size = "tensor_parallel_size" if self.way == "tensor" else "data_parallel_size"
+        size = "tensor_parallel_size" if self.tensor else "data_parallel_size"
+        features = self.covers.mark.kwargs
         return {
             **OPTIONS,
+            **rows(self.kv),
             "distributed_executor_backend": "external_launcher",
             size: 2,
-            # Ranks of vLLM's offline engine meet once a step; a step that only waits for an earlier one would miss the others.
-            "async_scheduling": self.way == "tensor",
-            "enable_expert_parallel": self.way == "expert",
+            "async_scheduling": features["scheduling"] == "async",
+            "enable_expert_parallel": self.shared_experts,
             "speculative_config": speculative,
             "additional_config": {"atom": {"state_layout": self.layout}},
         }
 
 
 TENSOR = [
-    Case("tensor"),
-    Case("tensor", "dspark"),
-    Case("tensor", "mtp", "ring"),
-    Case("tensor", "dspark", whole_draft=True),
+    Case("TP"),
+    Case("TP", "dspark"),
+    Case("TP", "mtp", "ring"),
+    Case("TP", "dspark", whole_draft=True),
+    Case("TP", "adaptive"),
+    Case("TP", "dspark", "ring", kv="fp8"),
+    Case("TP+EP", "dspark", kv="bfloat16"),
 ]
 DATA = [
-    Case("data", "dspark", "ring"),
-    Case("expert"),
-    Case("expert", "dspark"),
+    Case("DP", "dspark", "ring"),
+    Case("DP+EP"),
+    Case("DP+EP", "dspark"),
+    Case("DP+EP", "adaptive"),
+    Case("DP", "mtp", kv="bfloat16"),
+    Case("DP+EP", "mtp", "ring", kv="fp8"),
 ]
+
+
+def rows(kv: str) -> dict[str, Any]:
+    other = {"kv_cache_dtype": kv, "enable_prefix_caching": False}
+    return {} if kv == "float32" else other
+
+
+def marked(cases: list[Case]) -> list[Any]:
+    return [pytest.param(case, marks=case.covers, id=str(case)) for case in cases]
+
+
+def start(case: Case, checkpoints):
+    """The engine of a case; what splits a budget runs as it is written, since compiling it takes half a minute in each process."""
+    adaptive_verification._assign_draft_token_budget_compiled = (
+        adaptive_verification._assign_draft_token_budget
+    )
+    return running(checkpoints[case.reference[0]], **case.options())
 
 
 def counts(engine) -> tuple[float, float]:
@@ -109,12 +168,13 @@ def state(engine) -> list[torch.Tensor]:
 def tensor_parallel(rank, checkpoints, cases):
     results = []
     for case in cases:
-        with running(checkpoints[case.draft or "dspark"], **case.options()) as engine:
+        with start(case, checkpoints) as engine:
             heard = listen(engine) if case.draft == "dspark" else []
             answers = engine.generate(prompts(), max_tokens=TOKENS)
             experts = experts_held(engine)
             heard = torch.cat(heard) if heard else None
-            results.append((answers, counts(engine), experts, heard))
+            seen = counts(engine), experts, heard, engine.features
+            results.append((answers, *seen))
     return results
 
 
@@ -122,7 +182,7 @@ def data_parallel(rank, checkpoints, cases):
     """First rank 0 is busy and rank 1 idle; then both are busy with other halves; then rank 1, which hits what it has seen."""
     results, halves = [], (prompts()[::2], prompts()[1::2])
     for case in cases:
-        with running(checkpoints[case.draft or "dspark"], **case.options()) as engine:
+        with start(case, checkpoints) as engine:
             first = engine.generate(halves[rank], max_tokens=TOKENS)
             before = state(engine)
             idle = engine.generate(halves[0] if rank == 0 else [], max_tokens=TOKENS)
@@ -133,7 +193,8 @@ def data_parallel(rank, checkpoints, cases):
             ]
             again = engine.generate(halves[1] if rank else [], max_tokens=TOKENS)
             experts = experts_held(engine)
-            results.append((first, idle, again, kept, counts(engine), experts))
+            seen = counts(engine), experts, engine.features
+            results.append((first, idle, again, kept, *seen))
     return results
 
 
@@ -144,15 +205,18 @@ def checkpoints(agreeing_dspark, agreeing_mtp):
 
 @pytest.fixture(scope="module")
 def one_rank(checkpoints):
-    """By draft: the answers, and what was drafted and accepted."""
+    """By draft and dtype of rows: the answers, and what was drafted and accepted."""
     prepare()
     found = {}
-    for draft, checkpoint in checkpoints.items():
+    for draft, kv in dict.fromkeys(case.reference for case in TENSOR + DATA):
         with running(
-            checkpoint, speculative_config={"method": draft}, **OPTIONS
+            checkpoints[draft],
+            speculative_config={"method": draft},
+            **OPTIONS,
+            **rows(kv),
         ) as engine:
             answers = engine.generate(prompts(), max_tokens=TOKENS)
-            found[draft] = answers, counts(engine)
+            found[draft, kv] = answers, counts(engine)
     return found
 
 
@@ -166,11 +230,13 @@ def data_ranks(one_rank, checkpoints):
     return two_ranks(data_parallel, checkpoints, DATA)
 
 
-@pytest.mark.parametrize("case", TENSOR, ids=str)
+@pytest.mark.parametrize("case", marked(TENSOR))
 def test_two_tensor_parallel_ranks_give_the_text_of_one(case, one_rank, tensor_ranks):
-    references, (drafted, accepted) = one_rank[case.draft or "dspark"]
+    references, (drafted, accepted) = one_rank[case.reference]
     number = TENSOR.index(case)
-    (answers, drafts, experts, _), (others, *_) = (r[number] for r in tensor_ranks)
+    first, (others, *_) = (results[number] for results in tensor_ranks)
+    answers, drafts, experts, _, features = first
+    Engine.asked.append(features)
     assert experts == (
         4,
         "2 tensor-parallel · 1 data-parallel, 4 of 8 experts each",
@@ -178,7 +244,7 @@ def test_two_tensor_parallel_ranks_give_the_text_of_one(case, one_rank, tensor_r
     for reference, answer, other in zip(references, answers, others, strict=True):
         difference(reference, answer)
         assert answer.tokens == other.tokens
-    if case.draft:
+    if case.draft in ("dspark", "mtp"):
         # A draft that is cut wrongly gives the same text, with fewer accepted tokens.
         assert accepted > 0.2 * drafted
         assert drafts == pytest.approx((drafted, accepted), rel=0.02)
@@ -194,21 +260,22 @@ def test_confidences_are_the_same_on_both_ranks_to_the_bit(case, tensor_ranks):
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("case", DATA, ids=str)
+@pytest.mark.parametrize("case", marked(DATA))
 def test_data_parallel_ranks_give_the_text_of_one(case, one_rank, data_ranks):
-    references, (drafted, accepted) = one_rank["dspark"]
+    references, (drafted, accepted) = one_rank[case.reference]
     halves = references[::2], references[1::2]
     found = [results[DATA.index(case)] for results in data_ranks]
-    for rank, (first, idle, again, _, drafts, experts) in enumerate(found):
+    for rank, (first, idle, again, _, drafts, experts, features) in enumerate(found):
+        Engine.asked.append(features)
         ranks = "1 tensor-parallel · 2 data-parallel"
         split = (4, f"{ranks}, 4 of 8 experts each")
-        assert experts == (split if case.way == "expert" else (8, ranks))
+        assert experts == (split if case.shared_experts else (8, ranks))
         assert len(idle) == len(halves[0]) * (rank == 0)
         assert len(again) == len(halves[1]) * (rank == 1)
         for answers in (first, idle, again):
             for reference, answer in zip(halves[rank], answers, strict=False):
                 difference(reference, answer)
-        if case.draft:
+        if case.draft in ("dspark", "mtp"):
             assert drafts[1] / drafts[0] == pytest.approx(accepted / drafted, rel=0.5)
 
 

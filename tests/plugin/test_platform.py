@@ -166,62 +166,103 @@ def test_deepseek_v4_keeps_what_the_cpu_platform_switches_off(small_checkpoint):
     assert off.cache_config.block_size == 256
 
 
+def asked(options) -> str:
+    """As it is typed after `vllm serve DIR`."""
+    words = []
+    for name, value in options.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(value if isinstance(value, str) else json.dumps(value))
+    return " ".join(words)
+
+
+REFUSED = [
+    ({"dtype": "float16"}, "--dtype float16"),
+    ({"block_size": 64}, "--block-size 64"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
+    ({"tensor_parallel_size": 4}, "o_groups = 2, of 4 heads"),
+    (
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        "--decode-context-parallel-size 2",
+    ),
+    (
+        {"enable_expert_parallel": True, "all2all_backend": "deepep_low_latency"},
+        "--all2all-backend deepep_low_latency",
+    ),
+    (
+        {
+            "enable_expert_parallel": True,
+            "expert_placement_strategy": "round_robin",
+        },
+        "--expert-placement-strategy round_robin",
+    ),
+    (
+        {
+            "speculative_config": {
+                "method": "ngram_gpu",
+                "num_speculative_tokens": 2,
+                "prompt_lookup_max": 2,
+            }
+        },
+        "ngram_gpu",
+    ),
+    ({"quantization": "fp8"}, "--quantization fp8"),
+    ({"cpu_offload_gb": 1}, "--cpu-offload-gb"),
+    ({"load_format": "pt"}, "--load-format pt unpickles"),
+    ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+    ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid"),
+    ({"additional_config": {"atom": {"ops": "cuda"}}}, "'cuda'"),
+    ({"additional_config": {"atom": {"state_layot": "paged"}}}, "state_layout"),
+    ({"additional_config": {"atom": {"state_layout": "heap"}}}, "paged"),
+    ({"enable_lora": True}, "--enable-lora"),
+    (
+        {
+            "kv_transfer_config": {
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+            }
+        },
+        "--kv-transfer-config",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"dtype": "float16"}, "--dtype float16"),
-        ({"block_size": 64}, "--block-size 64"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
-        ({"tensor_parallel_size": 4}, "o_groups = 2, of 4 heads"),
-        (
-            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
-            "--decode-context-parallel-size 2",
-        ),
-        (
-            {"enable_expert_parallel": True, "all2all_backend": "deepep_low_latency"},
-            "--all2all-backend deepep_low_latency",
-        ),
-        (
-            {
-                "enable_expert_parallel": True,
-                "expert_placement_strategy": "round_robin",
-            },
-            "--expert-placement-strategy round_robin",
-        ),
-        (
-            {
-                "speculative_config": {
-                    "method": "ngram_gpu",
-                    "num_speculative_tokens": 2,
-                    "prompt_lookup_max": 2,
-                }
-            },
-            "ngram_gpu",
-        ),
-        ({"quantization": "fp8"}, "--quantization fp8"),
-        ({"cpu_offload_gb": 1}, "--cpu-offload-gb"),
-        ({"load_format": "pt"}, "--load-format pt unpickles"),
-        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
-        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid"),
-        ({"additional_config": {"atom": {"ops": "cuda"}}}, "'cuda'"),
-        ({"additional_config": {"atom": {"state_layot": "paged"}}}, "state_layout"),
-        ({"additional_config": {"atom": {"state_layout": "heap"}}}, "paged"),
+        pytest.param(
+            options,
+            named,
+            marks=pytest.mark.refuses(asked=asked(options)),
+            id=f"{next(iter(options))}-{named}",
+        )
+        for options, named in REFUSED
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_cannot_be_honoured_is_refused_in_one_line(
-    small_checkpoint, options, named
+    small_checkpoint, options, named, record_property
 ):
     with pytest.raises(Refused) as refused:
         configuration(small_checkpoint, **options)
     line = str(refused.value)
+    record_property("refusal", line)
     assert line.startswith("atom-vllm-bridge: ")
     assert named in line
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("name", ["enable_eplb", "enable_elastic_ep"])
-def test_experts_that_move_are_refused(small_checkpoint, monkeypatch, name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("enable_eplb", marks=pytest.mark.refuses(asked="--enable-eplb")),
+        pytest.param(
+            "enable_elastic_ep", marks=pytest.mark.refuses(asked="--enable-elastic-ep")
+        ),
+    ],
+)
+def test_experts_that_move_are_refused(
+    small_checkpoint, monkeypatch, name, record_property
+):
     """vLLM lets them through on GPUs alone."""
     from atom_vllm_bridge.platforms.base import refuse_what_cannot_be_honoured
 
@@ -230,10 +271,14 @@ def test_experts_that_move_are_refused(small_checkpoint, monkeypatch, name):
     monkeypatch.setattr(config.parallel_config, name, True)
     with pytest.raises(Refused, match=f"--{name.replace('_', '-')} ") as refused:
         refuse_what_cannot_be_honoured(config)
+    record_property("refusal", str(refused.value))
     assert "\n" not in str(refused.value)
 
 
-def test_a_whole_draft_beside_split_experts_is_refused(small_dspark):
+@pytest.mark.refuses(
+    asked='--tensor-parallel-size 2 --enable-expert-parallel --speculative-config {"method": "dspark", "draft_tensor_parallel_size": 1}'
+)
+def test_a_whole_draft_beside_split_experts_is_refused(small_dspark, record_property):
     with pytest.raises(Refused, match="draft_tensor_parallel_size 1") as refused:
         configuration(
             small_dspark,
@@ -241,6 +286,7 @@ def test_a_whole_draft_beside_split_experts_is_refused(small_dspark):
             enable_expert_parallel=True,
             speculative_config={"method": "dspark", "draft_tensor_parallel_size": 1},
         )
+    record_property("refusal", str(refused.value))
     assert "\n" not in str(refused.value)
 
 
@@ -355,10 +401,14 @@ def test_a_patch_that_an_engine_can_do_without_may_be_turned_off(small_dspark):
     )
 
 
-def test_model_runner_v1_is_refused_in_one_line(small_checkpoint, monkeypatch):
+@pytest.mark.refuses(asked="VLLM_USE_V2_MODEL_RUNNER=0")
+def test_model_runner_v1_is_refused_in_one_line(
+    small_checkpoint, monkeypatch, record_property
+):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(Refused, match="needs Model Runner V2") as refused:
         configuration(small_checkpoint)
+    record_property("refusal", str(refused.value))
     assert "ATOM_BRIDGE_DISABLE=1" in str(refused.value)
 
 

@@ -82,8 +82,9 @@ def test_the_adaptive_dspark_command_is_accepted(checkpoints):
     assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY
 
 
+@pytest.mark.refuses(spec="adaptive", graphs="none", on="a GPU")
 def test_adaptive_verification_without_graphs_is_refused_in_one_line(
-    checkpoints, monkeypatch
+    checkpoints, monkeypatch, record_property
 ):
     """As on a GPU with --enforce-eager; a CPU has no graphs to turn off."""
     from vllm.platforms import current_platform
@@ -94,6 +95,7 @@ def test_adaptive_verification_without_graphs_is_refused_in_one_line(
     with pytest.raises(Refused) as refused:
         configuration(checkpoints["dspark"], adaptive_command())
     line = str(refused.value)
+    record_property("refusal", line)
     assert line.startswith(
         "atom-vllm-bridge: enable_adaptive_verification needs full graphs of decode steps"
     )

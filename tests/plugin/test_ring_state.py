@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,10 @@ LONG = {
     "max_num_batched_tokens": 1024,
     "kv_cache_memory_bytes": 1 << 29,
 }
+
+covers = partial(
+    pytest.mark.covers, layout="ring", graphs="none", ranks="one", kv="float32"
+)
 
 
 def ring(policy: str | int = "exact") -> dict:
@@ -92,6 +97,7 @@ def test_any_chunk_size_gives_what_paged_state_gives(engine, paged, chunk):
     difference(paged(ids), answer)
 
 
+@covers(spec="off", caching="on", scheduling="async")
 @pytest.mark.parametrize(
     ("prefix", "tail"),
     [
@@ -214,7 +220,13 @@ def test_company_and_more_requests_than_slots_change_nothing(small_checkpoint):
         difference(reference, answer)
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(
+    "caching",
+    [
+        pytest.param(True, marks=covers(spec="off", caching="on")),
+        pytest.param(False, marks=covers(spec="off", caching="off")),
+    ],
+)
 def test_a_preempted_request_fills_its_rings_again(small_checkpoint, caching):
     prompts = [prompt(40, seed=i) for i in range(10)]
     options = {
@@ -276,7 +288,13 @@ def test_a_long_request_that_is_preempted_replays_the_end_of_its_prefix(
         difference(reference, answer)
 
 
-@pytest.mark.parametrize("method", ["dspark", "mtp"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=covers(spec=name, caching="on"))
+        for name in ("dspark", "mtp")
+    ],
+)
 def test_drafts_change_no_text_and_are_accepted_as_with_paged_state(request, method):
     """Rejected drafts never take the place of a row that is still to be read; after a hit a draft sees what it saw."""
     checkpoint = request.getfixturevalue(f"agreeing_{method}")

@@ -56,6 +56,18 @@ class Run:
         }
 
     @property
+    def covers(self) -> pytest.MarkDecorator:
+        return pytest.mark.covers(
+            spec=self.method,
+            caching="on",
+            layout=self.layout,
+            scheduling="async" if self.asynchronous else "sync",
+            graphs="none",
+            ranks="one",
+            kv="float32",
+        )
+
+    @property
     def size(self) -> tuple[list, int, int]:
         """Prompts, tokens to say, and blocks, too few for all requests that may run at once."""
         if self.layout == "ring":
@@ -136,7 +148,11 @@ def spoken(request):
     return by
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(run, marks=run.covers) for run in RUNS],
+    ids=map(str, RUNS),
+)
 def run(request):
     return request.param
 

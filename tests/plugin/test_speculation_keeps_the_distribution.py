@@ -1,6 +1,7 @@
 """Drafts do not bend what is sampled at temperature 1: the tokens have the target's distribution, and the drafts have another."""
 
 import json
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -36,7 +37,21 @@ DRAFTS = 2
 REQUESTS = 5000
 
 
-@pytest.fixture(scope="module", params=["dspark", "mtp"])
+covers = partial(
+    pytest.mark.covers,
+    caching="off",
+    layout="paged",
+    scheduling="async",
+    graphs="none",
+    ranks="one",
+    kv="float32",
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=covers(spec=name)) for name in ("dspark", "mtp")],
+)
 def method(request):
     return request.param
 
@@ -128,6 +143,7 @@ def test_what_is_sampled_has_the_target_s_distribution(
     check(checkpoint, target, method, draft_sample_method=sampled)
 
 
+@covers(spec="adaptive")
 @pytest.mark.parametrize("method", ["dspark"], scope="module")
 def test_a_budget_of_drafts_keeps_the_distribution(method, checkpoint, target):
     """Which drafts are verified hangs on what was drafted, and so on the tokens before, but not on their verdict."""
@@ -178,6 +194,7 @@ def check(checkpoint, target, method, **drafting) -> tuple[Watch, int]:
 
         engine.runner.model_state.preprocess_state = noting
         with watching(engine) as watch:
+            engine.asked.append(engine.features)
             (output,) = engine.llm.generate(
                 [{"prompt_token_ids": PROMPT}], params, use_tqdm=False
             )

@@ -122,6 +122,22 @@ def register(provider: Provider, *, first: bool = True) -> None:
     _providers.update(others)
 
 
+def providers() -> tuple[str, ...]:
+    """Every provider that there is, for whatever device."""
+    return tuple(_providers)
+
+
+def has(provider: str, op: str) -> bool:
+    """Whether `provider` has `op`, on the devices that it is for."""
+    return _providers[provider].load(op) is not None
+
+
+def first(op: str, device: torch.device | str) -> str:
+    """The provider that runs `op` on `device` where no setting prefers another."""
+    having = providers_of(op, device)
+    return next(name for name in reversed(_providers) if name in having)
+
+
 def providers_of(op: str, device: torch.device | str = "cpu") -> tuple[str, ...]:
     """The providers that have `op` and run on `device`; for tests that compare them."""
     device = torch.device(device)
