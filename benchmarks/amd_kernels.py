@@ -244,7 +244,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         draw(4, HIDDEN),
         kept(["fp8", "plain"], [1536, 2624], HIDDEN),
     ),
-    "linear, 256 rows": lambda: (draw(256, RANK), kept(["fp8"], [HEADS * DIM], RANK)),
+    "linear, 64 rows": lambda: (draw(64, RANK), kept(["fp8"], [HEADS * DIM], RANK)),
     "linear, unpacked": lambda: (draw(512, RANK), kept(["fp8"], [RANK], RANK)),
     "grouped_output_projection": lambda: projections(4),
     "feed_forward": lambda: (

@@ -29,7 +29,7 @@ CASES = [
     "indexer_logits, float32",
     "indexer_topk, few",
     "sparse_attention, float32",
-    "linear, 256 rows",
+    "linear, 64 rows",
     "linear, unpacked",
     "experts",
 ]
