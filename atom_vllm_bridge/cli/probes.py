@@ -135,7 +135,7 @@ def _dimensions(config: dict[str, Any]) -> dict[str, Any]:
 
     read = DeepseekV4Config.from_hf(config)
     return {
-        "architecture": ", ".join(config.get("architectures") or []),
+        "architecture": ", ".join(_architectures(config)),
         "layers": dict(Counter(read.layer_types)),
         "feed_forward": dict(Counter(read.mlp_layer_types)),
         "experts": {
@@ -148,6 +148,16 @@ def _dimensions(config: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": read.max_position_embeddings,
         "draft": draft_kind(config),
     }
+
+
+def _architectures(config: dict[str, Any]) -> list[str]:
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"architectures is {names!a:.100}, which is no list of names. Write "
+            '["DeepseekV4ForCausalLM"].'
+        )
+    return names
 
 
 def _layout(found: "Layout") -> dict[str, Any]:

@@ -315,6 +315,15 @@ def test_an_unknown_compress_ratio_and_a_missing_config_are_faults(empty, checkp
     fault(empty.report("--model", str(checkpoint)), "config.json cannot be read")
 
 
+@pytest.mark.parametrize("names", [[None], ["DeepseekV4ForCausalLM", 4], 5, "V4"])
+def test_architectures_that_are_no_names_are_a_fault(empty, checkpoint, names):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": names}))
+    report = empty.report("--model", str(checkpoint))
+    fault(report, "config.json cannot be used: architectures is", "no list of names")
+    assert report["checkpoint"]["layout"] == "mxfp4"
+
+
 def test_a_missing_tensor_and_a_missing_stage_are_named(empty, checkpoint):
     lost = "layers.2.attn.wkv.weight"
     _drop(checkpoint, lambda name: name == lost)
