@@ -8,7 +8,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from contracts.record import FOLDER, Recorder, as_text, faults, version_of
+from packaging.version import Version
+
+from contracts.record import FOLDER, Recorder, as_text, faults, kept, lost, version_of
 from contracts.sources import Sources
 
 
@@ -42,6 +44,9 @@ def main() -> int:
         parser.error(str(error))
     version, recorder = version_of(sources), Recorder(sources.ask)
     found = faults(recorder)
+    for release in kept():
+        if Version(release.version) < Version(version):
+            found += lost(recorder.answers, release.answers)
     for fault in found:
         print(fault)
     print(f"vLLM {version}: {len(recorder.answers)} questions, {len(found)} faults.")

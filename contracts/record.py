@@ -8,6 +8,7 @@ from typing import Any
 from atom_vllm_bridge.patches import registry
 from contracts.callers import faults_of_callers
 from contracts.sources import Answer, Sources
+from contracts.table import PROBED
 from contracts.uses import Ask, Unrecorded, faults_of_uses
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +38,23 @@ def faults(ask: Ask) -> list[str]:
     for duty in patches.duties():
         if ask(duty.hook) is None:
             found.append(f"duty {duty.id}: vLLM has no {duty.hook}.")
+    for places in PROBED:
+        answers = [ask(place) for place in places]
+        if not any(answers):
+            found.append(f"vLLM has none of {', '.join(places)}.")
     return sorted(set(found))
+
+
+def lost(answers: dict[str, Answer], before: dict[str, Answer]) -> list[str]:
+    """What an earlier release had of what is asked for, and this one has not; an override of it would be called by nobody."""
+    elsewhere = {place for places in PROBED for place in places}
+    return [
+        f"{question} is not there any more."
+        for question in sorted(answers)
+        if answers[question] is None
+        and before.get(question) is not None
+        and question not in elsewhere
+    ]
 
 
 class Recorder:

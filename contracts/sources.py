@@ -24,6 +24,8 @@ from typing import Any
 
 Answer = dict[str, Any] | str | None
 Scope = dict[str, list[tuple[ast.stmt, str]]]
+# Bases of other origin that bring no names of their own.
+CLOSED = ("ABC", "object", "Generic", "Protocol", "Enum", "IntEnum", "StrEnum")
 DATACLASSES = ("dataclass", "config", "dataclass_transform")
 
 
@@ -135,7 +137,7 @@ class Sources:
             found = self._resolve(module, base)
             if found is not None and isinstance(found[1], ast.ClassDef):
                 yield from self._lineage(found[0], found[1])
-            elif ast.unparse(base) not in ("ABC", "object", "Generic", "Protocol"):
+            elif ast.unparse(base).split(".")[-1] not in CLOSED:
                 yield ast.unparse(base), None
 
     def _resolve(self, module: str, node: ast.AST) -> tuple[str, ast.AST] | None:

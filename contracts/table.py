@@ -64,3 +64,13 @@ NOT_ASKED_OF_US = {
 
 OF_TORCH = frozenset({"modules", "parameters", "named_modules", "__class__"})
 """What a torch module has by itself."""
+
+UTILS, PLANNING = "vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning"
+PROBED = (
+    (f"{UTILS}:get_kv_cache_groups", f"{PLANNING}:get_kv_cache_groups"),
+    (
+        f"{UTILS}:get_kv_cache_config_from_groups",
+        f"{PLANNING}:get_kv_cache_config_from_groups",
+    ),
+)
+"""What `compat.py` looks for: of each row one is there, wherever it is."""

@@ -25,6 +25,7 @@ OTHER_TEXTS = {
     "vllm.general_plugins",
     "vllm.atom_vllm_bridge",
 }
+OF_ENUMS = ("name", "value")
 
 
 class Unrecorded(LookupError):
@@ -303,7 +304,7 @@ class Module(ast.NodeVisitor):
 
     def _has(self, node: ast.AST, owner: Type, name: str) -> bool | None:
         """None where that cannot be told."""
-        if name.startswith("__"):
+        if name.startswith("__") or name in OF_ENUMS:
             return None
         if owner.kind == "ours":
             ours = self._classes[owner.path]

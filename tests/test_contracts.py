@@ -9,9 +9,17 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from atom_vllm_bridge.compat import SUPPORTED
-from contracts import matrix, record
+from contracts import matrix, record, table
 from contracts.__main__ import installed
-from contracts.record import Kept, Recorder, as_text, faults, kept, version_of
+from contracts.record import (
+    Kept,
+    Recorder,
+    as_text,
+    faults,
+    kept,
+    lost,
+    version_of,
+)
 from contracts.sources import Sources
 from contracts.uses import Module
 
@@ -59,6 +67,7 @@ RENAMED = [
     "vllm.v1.worker.gpu.input_batch:InputBatch.cu_num_logits",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.adaptive_verification",
     "vllm.v1.worker.gpu.model_states.interface:ModelState.prepare_attn",
+    "vllm.v1.kv_cache_layout:KVCacheLayout.BLHNC",
     "vllm.envs:VLLM_USE_V2_MODEL_RUNNER",
     "vllm.v1.worker.gpu.spec_decode.dspark.speculator?self.model",
 ]
@@ -75,6 +84,20 @@ def test_a_rename_is_caught_by_name(release, question):
     assert release.answers[question]
     release.answers[question] = None
     assert [line for line in faults(release) if question in line]
+
+
+def test_a_method_that_we_override_and_nobody_calls_any_more_is_caught_by_name(release):
+    assert lost(release.answers, OLDEST.answers) == []
+    hook = "vllm.v1.kv_cache_interface:SlidingWindowMLASpec.prefix_cacheable"
+    release.answers[hook] = None
+    assert lost(release.answers, OLDEST.answers) == [f"{hook} is not there any more."]
+
+
+def test_what_compat_looks_for_is_in_one_of_its_places(release):
+    for place in table.PROBED[0]:
+        release.answers[place] = None
+    (line,) = faults(release)
+    assert line.startswith(f"vLLM has none of {table.PROBED[0][0]}, ")
 
 
 def spoilt(release: Kept, question: str, old: str, new: str) -> list[str]:
