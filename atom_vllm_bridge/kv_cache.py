@@ -12,7 +12,7 @@
 | draft window     | a draft stage's KV of the last `sliding_window` tokens | 64 | the window's blocks, so that drafts are as good after a hit |
 
 `ring`: window, draft window and the compressors of CSA layers have one block a request instead, which vLLM's own kind for
-that, the circular buffer, allocates and never shares; models/deepseek_v4/ring.py says how it is used, and replay.py what a
+that, the circular buffer, allocates and never shares; models/deepseek_v4/ring.py says how it is used, and rollback.py what a
 prefix hit costs. The others stay as they are.
 
 vLLM groups sliding-window specs by their window alone, and circular buffers all together. Ours are grouped by exact type,
@@ -41,7 +41,7 @@ from atom_vllm_bridge.attention import AtomBackend
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.ring import in_ring
 from atom_vllm_bridge.models.deepseek_v4.state import CacheRole, CacheShape
-from atom_vllm_bridge.replay import rollback_tokens
+from atom_vllm_bridge.rollback import rollback_tokens
 from atom_vllm_bridge.settings import Settings
 
 WINDOW_BLOCK = 64

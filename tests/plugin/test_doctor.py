@@ -15,6 +15,9 @@ import pytest
 
 from atom_vllm_bridge.checkpoint.make import make
 from atom_vllm_bridge.cli import doctor, probes
+from atom_vllm_bridge.cli.doctor import engine, installation
+from atom_vllm_bridge.cli.doctor.asking import Answer
+from atom_vllm_bridge.cli.doctor.report import Report
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
 from atom_vllm_bridge.patches import registry
 
@@ -31,11 +34,15 @@ SECTIONS = [
     "entry_points",
     "model_runner",
     "platform",
+    "devices",
+    "variables",
     "namesakes",
     "ops",
+    "selftest",
     "patches",
     "duties",
     "checkpoint",
+    "plan",
 ]
 
 OURS = """
@@ -210,6 +217,91 @@ def test_an_unknown_variable_of_ours_is_shown_and_is_a_fault(empty):
     fault(report, "ATOM_BRIDGE_OPZ", "did you mean ATOM_BRIDGE_OPS?")
 
 
+def test_variables_are_shown_with_what_the_model_needs_of_them(empty, tmp_path):
+    gone = str(tmp_path / "gone")
+    report = empty.report(PROMETHEUS_MULTIPROC_DIR=gone)
+    fault(report, f"PROMETHEUS_MULTIPROC_DIR={gone} is not a folder")
+    rows = {row["name"]: row for row in report["variables"]}
+    assert rows["PROMETHEUS_MULTIPROC_DIR"]["value"] == gone
+    assert rows["VLLM_TARGET_DEVICE"]["needs"].startswith("unset, or not cpu")
+
+
+@pytest.mark.parametrize(("platform", "faults"), [("CUDA", 1), ("ROCM", 1), ("CPU", 0)])
+def test_interpreted_kernels_are_a_fault_where_there_is_a_gpu(platform, faults):
+    report = Report({"platform": {"enum": platform}})
+    installation.variables(report, {"TRITON_INTERPRET": "1"})
+    assert ["TRITON_INTERPRET=1" in line for line in report.faults] == [True] * faults
+
+
+@pytest.mark.parametrize(
+    ("architecture", "built", "runs"),
+    [
+        ("sm_90", ["sm_80", "sm_90"], True),
+        ("sm_89", ["sm_80", "sm_90"], True),
+        ("sm_75", ["sm_80", "sm_90"], False),
+        ("sm_120", ["sm_90", "sm_100"], False),
+        ("sm_120", ["sm_90", "compute_90"], True),
+        ("sm_103", ["sm_100a"], False),
+        ("gfx942", ["gfx90a", "gfx942"], True),
+        ("gfx950", ["gfx90a", "gfx942"], False),
+    ],
+)
+def test_a_gpu_that_torch_was_not_built_for_is_a_fault(architecture, built, runs):
+    gpu = {"name": "GPU 0", "architecture": architecture, "memory_gib": 8}
+    found = {"torch": "2.13", "built_for": "some", "architectures": built}
+    report = Report()
+    engine.devices(report, Answer(found | {"devices": [gpu]}))
+    assert report.faults == [] if runs else architecture in report.faults[0]
+    assert report.sections["devices"]["devices"] == [gpu]
+    engine.devices(report, Answer(found | {"devices": []}))
+    assert report.notes == ["torch is built for some, and sees no GPU here."]
+
+
+def test_an_op_that_fails_its_self_test_is_a_fault_with_the_way_out():
+    rows = [
+        {"op": "rope", "provider": "numba", "state": "wrong", "reason": "3.0e-01"},
+        {
+            "op": "all",
+            "provider": "triton",
+            "state": "refused",
+            "reason": "is for GPUs",
+        },
+    ]
+    report = Report()
+    engine.selftest(report, Answer(rows))
+    assert report.faults == [
+        "numba's rope is wrong: 3.0e-01. Set ATOM_BRIDGE_OPS=rope=torch."
+    ]
+
+
+def test_what_vllm_would_refuse_of_a_sound_checkpoint_is_a_fault():
+    read = {"problems": [], "outlook": {"classes": {"A": "a:A"}}}
+    planned = {"refusal": "atom-vllm-bridge: no.", "classes": {}, "layouts": {}}
+    report = Report()
+    engine.plan(report, Answer(read), Answer(planned))
+    assert report.faults == ["atom-vllm-bridge: no."]
+    report = Report()
+    engine.plan(report, Answer(read | {"problems": ["x"]}), Answer(planned))
+    assert report.faults == []
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("16G", 16 << 30), ("512MiB", 512 << 20), ("8k", 8192), ("1000", 1000)],
+)
+def test_sizes_are_written_as_people_do(text, size):
+    assert doctor.size(text) == size
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--memory", "much"], ["--memory", "1G"], ["--speculative-config", "[]"]],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments):
+    with pytest.raises(SystemExit):
+        doctor.main(arguments)
+
+
 def test_an_unrelated_package_called_aiter_or_atom_is_told_from_rocms(empty):
     empty.package("aiter", "0.13.2")
     empty.module("aiter/__init__.py", "raise SystemExit('must not be imported')\n")
@@ -292,7 +384,36 @@ def test_a_checkpoint_is_read_without_torch(empty, made):
         "draft_stages": 3,
     }
     assert not [f for f in report["faults"] if "checkpoint" in f]
+    assert report["plan"] == {
+        "classes": {
+            "DeepseekV4ForCausalLM": "atom_vllm_bridge.target:AtomDeepseekV4ForCausalLM",
+            "DSparkDraftModel": "atom_vllm_bridge.dspark:AtomDSparkDraftModel",
+        },
+        "draft": {"kind": "dspark", "trained": 5, "asked": None, "k": None},
+        # Six layers and a window of 128: 6 · 127 and max(128, 512), in whole 128.
+        "rollback_tokens": {"exact": 768, "atom": 512, "window": 128},
+        "layouts": None,
+    }
     assert "compressed_sparse_attention: 3" in empty.doctor("--model", str(made)).stdout
+
+
+def test_a_checkpoint_is_read_beside_a_vllm_that_does_not_load(empty, made):
+    empty.package("vllm", "0.32.0", OURS)
+    empty.module("vllm/__init__.py", "raise ImportError('libcudart.so.13')\n")
+    draft = '{"method": "dspark", "num_speculative_tokens": 7}'
+    report = empty.report("--model", str(made), "--speculative-config", draft)
+    fault(report, "Cannot examine patches, plan", "libcudart.so.13")
+    assert report["checkpoint"]["draft"] == "dspark"
+    plan = report["plan"]
+    assert plan["draft"] == {
+        "kind": "dspark",
+        "trained": 5,
+        "asked": "dspark",
+        "k": 7,
+    }
+    # With a draft one window more, (6 · 127 + 128), and K.
+    assert plan["rollback_tokens"] == {"exact": 896, "atom": 512, "window": 128}
+    assert plan["layouts"] is None
 
 
 def test_a_truncated_shard_is_named(empty, checkpoint):
@@ -334,6 +455,13 @@ def test_a_missing_tensor_and_a_missing_stage_are_named(empty, checkpoint):
     )
 
 
+def test_a_name_that_is_not_in_the_hubs_cache_is_a_fault_that_says_so(empty):
+    report = empty.report("--model", "some-lab/DeepSeek-V4")
+    line = fault(report, "some-lab/DeepSeek-V4", "nothing of it can be checked")
+    assert line.endswith("hf download some-lab/DeepSeek-V4")
+    assert report["plan"] is None
+
+
 def test_a_directory_that_is_no_checkpoint_is_a_fault(empty, tmp_path):
     report = empty.report("--model", str(tmp_path / "nowhere"))
     fault(report, "nowhere holds neither", "give a checkpoint's directory")
@@ -360,7 +488,7 @@ def _drop(checkpoint: Path, gone) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def doctor_here(**variables: str) -> subprocess.CompletedProcess:
+def doctor_here(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     """The report on the environment of this test run, through the console command."""
     inherited = {
         name: value
@@ -374,6 +502,7 @@ def doctor_here(**variables: str) -> subprocess.CompletedProcess:
             "from atom_vllm_bridge.cli import main; main()",
             "doctor",
             "--json",
+            *arguments,
         ],
         capture_output=True,
         text=True,
@@ -383,8 +512,10 @@ def doctor_here(**variables: str) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="module")
-def here():
-    return doctor_here()
+def here(made):
+    draft = '{"method": "dspark"}'
+    about = ("--model", str(made), "--memory", "1G", "--speculative-config", draft)
+    return doctor_here(*about)
 
 
 def test_a_sound_installation_has_no_fault(here):
@@ -416,6 +547,50 @@ def test_a_patch_that_is_turned_off_is_a_note_or_where_it_is_needed_a_fault():
         line = fault(report, "kernel-scan", "does not run on cpu without it")
         assert line.endswith("Leave it out there.")
         assert done.returncode == 1
+
+
+def test_the_caches_of_a_checkpoint_are_planned_by_vllm_in_both_layouts(here):
+    plan = json.loads(here.stdout)["plan"]
+    assert plan["draft"] == {
+        "kind": "dspark",
+        "trained": 5,
+        "asked": "dspark",
+        "k": 5,
+    }
+    paged, ring = plan["layouts"]["paged"], plan["layouts"]["ring"]
+    held = {(g["role"], g["tokens"]) for g in paged["groups"]}
+    assert held == {
+        ("window", 64),
+        ("compressed", 128),
+        ("CSA compressor", 4),
+        ("HCA compressor", 8),
+        ("draft window", 64),
+    }
+    # Windows of six layers, entries of three CSA layers, two a layer, and of two HCA layers, their inputs, three stages.
+    assert sum(g["layers"] for g in paged["groups"]) == 6 + 6 + 2 + 6 + 2 + 3
+    assert ("window ring", 128 + 5) in {
+        (g["role"], g["tokens"]) for g in ring["groups"]
+    }
+    assert (paged["replayed_tokens"], ring["replayed_tokens"]) == (0, 896)
+    for layout in (paged, ring):
+        assert layout["blocks"] == (1 << 30) // layout["block_bytes"]
+        few, many, longest = layout["capacity"].values()
+        assert few > many > longest > 0
+        assert list(layout["capacity"]) == ["4096", "32768", "1048576"]
+
+
+def test_ops_are_run_against_torchs_where_that_is_asked_for(here, empty):
+    assert json.loads(here.stdout)["selftest"] is None
+    rows = [{"op": "rope", "provider": "numba", "state": "ok", "reason": "2e-08"}]
+    code = (
+        "import json, sys; from atom_vllm_bridge.cli import doctor;"
+        f"doctor.ask = lambda name, *_: doctor.Answer({rows!r} if name == 'selftest' else None);"
+        "sys.exit(doctor.main(['--selftest']))"
+    )
+    done = subprocess.run(
+        [str(empty.python), "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "self-test of the ops\n  rope  numba  ok  2e-08\n" in done.stdout
 
 
 def test_every_probe_has_a_section():

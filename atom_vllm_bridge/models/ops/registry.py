@@ -138,6 +138,11 @@ def first(op: str, device: torch.device | str) -> str:
     return next(name for name in reversed(_providers) if name in having)
 
 
+def refusal_of(provider: str, device: torch.device | str) -> str | None:
+    """Why a provider cannot run on `device`, or None where it can."""
+    return _providers[provider].refusal(torch.device(device))
+
+
 def providers_of(op: str, device: torch.device | str = "cpu") -> tuple[str, ...]:
     """The providers that have `op` and run on `device`; for tests that compare them."""
     device = torch.device(device)
