@@ -4,9 +4,9 @@ import ast
 import inspect
 from pathlib import Path
 
-from contracts.sources import signature
+from contracts.signatures import parameters, signature, text_of
 from contracts.table import BASES, CALLERS, NOT_ASKED_OF_US, OF_TORCH
-from contracts.uses import Ask, Unrecorded, parameters, text_of
+from contracts.uses import Ask, Unrecorded
 
 
 def faults_of_callers(files: dict[str, Path], ask: Ask) -> list[str]:

@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from contracts.signatures import shape_of, signature
+
 Answer = dict[str, Any] | str | None
 Scope = dict[str, list[tuple[ast.stmt, str]]]
 # Bases of other origin that bring no names of their own.
@@ -329,32 +331,6 @@ class _Held(ast.AST):
 
     def __init__(self, statement: ast.AST, method: ast.FunctionDef) -> None:
         self.statement, self.method = statement, method
-
-
-def signature(arguments: ast.arguments, bound: bool = False) -> str:
-    """Names in order, `...` for every default; `bound`: without the first."""
-    bare = ast.arguments(
-        posonlyargs=[ast.arg(a.arg) for a in arguments.posonlyargs],
-        args=[ast.arg(a.arg) for a in arguments.args],
-        vararg=ast.arg(arguments.vararg.arg) if arguments.vararg else None,
-        kwonlyargs=[ast.arg(a.arg) for a in arguments.kwonlyargs],
-        kw_defaults=[d and ast.Constant(...) for d in arguments.kw_defaults],
-        kwarg=ast.arg(arguments.kwarg.arg) if arguments.kwarg else None,
-        defaults=[ast.Constant(...) for _ in arguments.defaults],
-    )
-    if bound:
-        del (bare.posonlyargs or bare.args)[0]
-    return f"({ast.unparse(bare)})"
-
-
-def shape_of(call: ast.Call) -> str:
-    """How a call passes its arguments: "2, name, other", or "*" where it cannot be told."""
-    if any(isinstance(a, ast.Starred) for a in call.args) or any(
-        keyword.arg is None for keyword in call.keywords
-    ):
-        return "*"
-    names = sorted(str(keyword.arg) for keyword in call.keywords)
-    return ", ".join([str(len(call.args)), *names])
 
 
 def _filled(answer: dict[str, Any]) -> Answer:

@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from contracts.sources import Answer, signature
+from contracts.signatures import parameters, signature, text_of, unlike
+from contracts.sources import Answer
 from contracts.table import MIXINS, TYPES
 
 Ask = Callable[[str], Answer]
@@ -189,7 +190,7 @@ class Module(ast.NodeVisitor):
             static = "staticmethod" in map(ast.unparse, method.decorator_list)
             theirs = parameters(answer["call"], answer.get("bound") != "staticmethod")
             mine = parameters(signature(method.args), not static)
-            if line := _unlike(mine, theirs):
+            if line := unlike(mine, theirs):
                 self._fault(
                     method,
                     f"{ours.node.name}.{name}{text_of(mine)} stands for {base}.{name}{text_of(theirs)}: {line}.",
@@ -495,61 +496,3 @@ def _defined(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return [node.id]
     return []
-
-
-def parameters(text: str, bound: bool) -> list[inspect.Parameter]:
-    """From `(self, a, b=..., *, c)`; `bound`: without the first."""
-    (function,) = ast.parse(f"def f{text}: ...").body
-    assert isinstance(function, ast.FunctionDef)
-    arguments = function.args
-    kinds = inspect.Parameter
-    found = [kinds(a.arg, kinds.POSITIONAL_ONLY) for a in arguments.posonlyargs]
-    found += [kinds(a.arg, kinds.POSITIONAL_OR_KEYWORD) for a in arguments.args]
-    count = len(arguments.defaults)
-    if count:
-        found[-count:] = [p.replace(default=...) for p in found[-count:]]
-    if arguments.vararg:
-        found.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
-    for argument, default in zip(
-        arguments.kwonlyargs, arguments.kw_defaults, strict=True
-    ):
-        required = kinds.empty if default is None else ...
-        found.append(kinds(argument.arg, kinds.KEYWORD_ONLY, default=required))
-    if arguments.kwarg:
-        found.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
-    return found[1:] if bound else found
-
-
-def text_of(parameters: list[inspect.Parameter]) -> str:
-    return str(inspect.Signature(parameters)).replace("Ellipsis", "...")
-
-
-def _unlike(mine: list[inspect.Parameter], theirs: list[inspect.Parameter]) -> str:
-    """Why `mine` cannot be called as `theirs` is; empty where it can."""
-    kinds = {p.kind for p in mine}
-    anything = inspect.Parameter.VAR_POSITIONAL in kinds
-    any_name = inspect.Parameter.VAR_KEYWORD in kinds
-    places = [p.name for p in mine]
-    for place, parameter in enumerate(theirs):
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if parameter.name not in places:
-            by_name = parameter.kind is parameter.KEYWORD_ONLY
-            if any_name if by_name else anything:
-                continue
-            return f"{parameter.name} is missing"
-        moved = places.index(parameter.name) != place
-        if moved and parameter.kind is not parameter.KEYWORD_ONLY and not anything:
-            return f"{parameter.name} is at another place"
-        own = mine[places.index(parameter.name)]
-        if parameter.default is not parameter.empty and own.default is own.empty:
-            return f"{parameter.name} has lost its default"
-    known = {p.name for p in theirs}
-    for parameter in mine:
-        required = parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        )
-        if required and parameter.name not in known:
-            return f"{parameter.name} is not given"
-    return ""
