@@ -8,6 +8,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from atom_vllm_bridge import compat
 from atom_vllm_bridge.compat import SUPPORTED
 from contracts import matrix, record, table
 from contracts.__main__ import installed
@@ -91,6 +92,21 @@ def test_a_method_that_we_override_and_nobody_calls_any_more_is_caught_by_name(r
     hook = "vllm.v1.kv_cache_interface:SlidingWindowMLASpec.prefix_cacheable"
     release.answers[hook] = None
     assert lost(release.answers, OLDEST.answers) == [f"{hook} is not there any more."]
+
+
+@pytest.mark.parametrize("release", KEPT, ids=lambda release: release.version)
+def test_the_planner_is_found_where_each_release_has_it(release, monkeypatch):
+    modules = {
+        question.partition(":")[0]
+        for place in table.PROBED
+        for question in place
+        if release.answers[question]
+    }
+    monkeypatch.setattr(
+        compat, "find_spec", lambda name: name if name in modules else None
+    )
+    monkeypatch.setattr(compat, "import_module", lambda name: name)
+    assert {compat.cache_planner()} == modules
 
 
 def test_what_compat_looks_for_is_in_one_of_its_places(release):

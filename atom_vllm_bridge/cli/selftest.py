@@ -25,7 +25,7 @@ from atom_vllm_bridge.models.quantization.kv_codecs import kv_codec, raw
 
 EPS = 1e-6
 # ‖out − reference‖ / ‖reference‖; the second where a provider takes bfloat16 alone.
-TOLERANCE, TOLERANCE_BFLOAT16 = 1e-4, 1e-2
+TOLERANCE, TOLERANCE_BFLOAT16 = 1e-4, 2e-2
 Result: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 
