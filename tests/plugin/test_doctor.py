@@ -5,23 +5,17 @@ The environments are real: empty virtual environments into which a test lays the
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import venv
-from pathlib import Path
 
 import pytest
+from installations import OURS, fault
 
-from atom_vllm_bridge.checkpoint.make import make
 from atom_vllm_bridge.cli import doctor, probes
 from atom_vllm_bridge.cli.doctor import engine, installation
 from atom_vllm_bridge.cli.doctor.asking import Answer
 from atom_vllm_bridge.cli.doctor.report import Report
-from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
 from atom_vllm_bridge.patches import registry
-
-ROOT = Path(__file__).resolve().parents[2]
 
 SECTIONS = [
     "schema",
@@ -44,72 +38,6 @@ SECTIONS = [
     "checkpoint",
     "plan",
 ]
-
-OURS = """
-[vllm.platform_plugins]
-atom_bridge = atom_vllm_bridge.plugin:register_platform
-[vllm.general_plugins]
-atom_bridge = atom_vllm_bridge.plugin:register_models
-"""
-
-
-class Environment:
-    """An environment with the bridge's source on its path and nothing else."""
-
-    def __init__(self, folder: Path):
-        venv.create(folder, symlinks=True, with_pip=False)
-        self.python = folder / "bin" / "python"
-        (self.packages,) = folder.glob("lib/python*/site-packages")
-        # The package alone: beside it in a checkout lie its installation's metadata.
-        (self.packages / "atom_vllm_bridge").symlink_to(ROOT / "atom_vllm_bridge")
-
-    def package(self, name: str, version: str, entry_points: str = "") -> None:
-        info = self.packages / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-        if entry_points:
-            (info / "entry_points.txt").write_text(entry_points)
-
-    def module(self, path: str, source: str = "") -> None:
-        file = self.packages / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(source)
-
-    def doctor(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
-        clean = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("ATOM_BRIDGE_", "VLLM_", "PYTHON"))
-        }
-        return subprocess.run(
-            [str(self.python), "-m", "atom_vllm_bridge.cli.doctor", *arguments],
-            capture_output=True,
-            text=True,
-            env=clean | variables,
-            cwd=self.packages,
-            check=False,
-        )
-
-    def report(self, *arguments: str, **variables: str) -> dict:
-        done = self.doctor("--json", *arguments, **variables)
-        report = json.loads(done.stdout)
-        assert done.returncode == (1 if report["faults"] else 0), done.stderr
-        assert report["ok"] is not bool(report["faults"])
-        assert all("\n" not in fault for fault in report["faults"])
-        return report
-
-
-@pytest.fixture
-def empty(tmp_path):
-    return Environment(tmp_path)
-
-
-def fault(report: dict, *parts: str) -> str:
-    """The one fault that has all of `parts`."""
-    (found,) = [f for f in report["faults"] if all(part in f for part in parts)]
-    return found
 
 
 def test_an_environment_with_nothing_in_it_still_gets_a_full_report(empty):
@@ -344,150 +272,6 @@ def test_a_folder_named_like_a_package_is_not_taken_for_it(empty, tmp_path):
     assert "trapped" not in done.stdout
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A small checkpoint with every kind of layer and three draft stages."""
-    out = tmp_path_factory.mktemp("made") / "tiny"
-    make(out, "tiny", "mxfp4", layers=6)
-    return out
-
-
-@pytest.fixture
-def checkpoint(made, tmp_path):
-    return Path(shutil.copytree(made, tmp_path / "checkpoint"))
-
-
-def test_a_checkpoint_is_read_without_torch(empty, made):
-    report = empty.report("--model", str(made))
-    assert report["checkpoint"] == {
-        "directory": str(made),
-        "architecture": "DeepseekV4ForCausalLM",
-        "layers": {
-            "sliding_attention": 1,
-            "compressed_sparse_attention": 3,
-            "heavily_compressed_attention": 2,
-        },
-        "feed_forward": {"hash_moe": 2, "moe": 4},
-        "experts": {"routed": 64, "per_token": 6, "shared": 1},
-        "index_topk": 512,
-        "sliding_window": 128,
-        "max_position_embeddings": 1048576,
-        "layout": "mxfp4",
-        "dtypes": {
-            "projections": "F8_E4M3",
-            "wo_a": "F8_E4M3",
-            "experts": "I8",
-            "scale": "F8_E8M0",
-        },
-        "tensors": len(check_shards(made)),
-        "draft": "dspark",
-        "draft_stages": 3,
-    }
-    assert not [f for f in report["faults"] if "checkpoint" in f]
-    assert report["plan"] == {
-        "classes": {
-            "DeepseekV4ForCausalLM": "atom_vllm_bridge.target:AtomDeepseekV4ForCausalLM",
-            "DSparkDraftModel": "atom_vllm_bridge.dspark:AtomDSparkDraftModel",
-        },
-        "draft": {"kind": "dspark", "trained": 5, "asked": None, "k": None},
-        # Six layers and a window of 128: 6 · 127 and max(128, 512), in whole 128.
-        "rollback_tokens": {"exact": 768, "atom": 512, "window": 128},
-        "layouts": None,
-    }
-    assert "compressed_sparse_attention: 3" in empty.doctor("--model", str(made)).stdout
-
-
-def test_a_checkpoint_is_read_beside_a_vllm_that_does_not_load(empty, made):
-    empty.package("vllm", "0.32.0", OURS)
-    empty.module("vllm/__init__.py", "raise ImportError('libcudart.so.13')\n")
-    draft = '{"method": "dspark", "num_speculative_tokens": 7}'
-    report = empty.report("--model", str(made), "--speculative-config", draft)
-    fault(report, "Cannot examine patches, plan", "libcudart.so.13")
-    assert report["checkpoint"]["draft"] == "dspark"
-    plan = report["plan"]
-    assert plan["draft"] == {
-        "kind": "dspark",
-        "trained": 5,
-        "asked": "dspark",
-        "k": 7,
-    }
-    # With a draft one window more, (6 · 127 + 128), and K.
-    assert plan["rollback_tokens"] == {"exact": 896, "atom": 512, "window": 128}
-    assert plan["layouts"] is None
-
-
-def test_a_truncated_shard_is_named(empty, checkpoint):
-    (shard,) = checkpoint.glob("*.safetensors")
-    with shard.open("r+b") as file:
-        file.truncate(shard.stat().st_size - 100)
-    report = empty.report("--model", str(checkpoint))
-    fault(report, shard.name, "is truncated")
-    assert report["checkpoint"]["index_topk"] == 512
-    assert report["checkpoint"]["layout"] is None
-
-
-def test_an_unknown_compress_ratio_and_a_missing_config_are_faults(empty, checkpoint):
-    path = checkpoint / "config.json"
-    config = json.loads(path.read_text())
-    config["compress_ratios"][1] = 16
-    path.write_text(json.dumps(config))
-    fault(empty.report("--model", str(checkpoint)), "config.json", "16")
-    path.unlink()
-    fault(empty.report("--model", str(checkpoint)), "config.json cannot be read")
-
-
-@pytest.mark.parametrize("names", [[None], ["DeepseekV4ForCausalLM", 4], 5, "V4"])
-def test_architectures_that_are_no_names_are_a_fault(empty, checkpoint, names):
-    path = checkpoint / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": names}))
-    report = empty.report("--model", str(checkpoint))
-    fault(report, "config.json cannot be used: architectures is", "no list of names")
-    assert report["checkpoint"]["layout"] == "mxfp4"
-
-
-def test_a_missing_tensor_and_a_missing_stage_are_named(empty, checkpoint):
-    lost = "layers.2.attn.wkv.weight"
-    _drop(checkpoint, lambda name: name == lost)
-    fault(empty.report("--model", str(checkpoint)), f"{lost} is missing")
-    _drop(checkpoint, lambda name: name.startswith("mtp.2."))
-    fault(
-        empty.report("--model", str(checkpoint)), "3 draft stages", "the shards hold 2"
-    )
-
-
-def test_a_name_that_is_not_in_the_hubs_cache_is_a_fault_that_says_so(empty):
-    report = empty.report("--model", "some-lab/DeepSeek-V4")
-    line = fault(report, "some-lab/DeepSeek-V4", "nothing of it can be checked")
-    assert line.endswith("hf download some-lab/DeepSeek-V4")
-    assert report["plan"] is None
-
-
-def test_a_directory_that_is_no_checkpoint_is_a_fault(empty, tmp_path):
-    report = empty.report("--model", str(tmp_path / "nowhere"))
-    fault(report, "nowhere holds neither", "give a checkpoint's directory")
-
-
-def _drop(checkpoint: Path, gone) -> None:
-    """Rewrite a checkpoint of one shard without the tensors whose names `gone` accepts."""
-    (shard,) = checkpoint.glob("*.safetensors")
-    data = shard.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    header.pop("__metadata__", None)
-    kept, body = {}, bytearray()
-    for name, entry in header.items():
-        if gone(name):
-            continue
-        begin, end = (start + offset for offset in entry["data_offsets"])
-        offsets = [len(body), len(body) + end - begin]
-        kept[name] = entry | {"data_offsets": offsets}
-        body += data[begin:end]
-    text = json.dumps(kept).encode()
-    shard.write_bytes(len(text).to_bytes(8, "little") + text + body)
-    index = {"weight_map": dict.fromkeys(kept, shard.name)}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def doctor_here(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     """The report on the environment of this test run, through the console command."""
     inherited = {
@@ -512,9 +296,16 @@ def doctor_here(*arguments: str, **variables: str) -> subprocess.CompletedProces
 
 
 @pytest.fixture(scope="module")
-def here(made):
+def here(six_layers):
     draft = '{"method": "dspark"}'
-    about = ("--model", str(made), "--memory", "1G", "--speculative-config", draft)
+    about = (
+        "--model",
+        str(six_layers),
+        "--memory",
+        "1G",
+        "--speculative-config",
+        draft,
+    )
     return doctor_here(*about)
 
 
