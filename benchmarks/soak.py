@@ -1,7 +1,7 @@
 """Mixed traffic on a real server for as long as is asked for: no wrong answer, flat memory, nothing left behind.
 
     python benchmarks/soak.py --minutes 30
-    python benchmarks/soak.py --minutes 3 --flags '--additional-config {"atom":{"state_layout":"ring"}}'
+    python benchmarks/soak.py --minutes 3 -- --additional-config '{"atom": {"state_layout": "ring"}}'
 
 The server has the checkpoint `schoolbook` with its DSpark draft, in float32, and a cache so small that requests are preempted.
 Each client asks one thing after another: answers of several lengths to problems and to long prompts that share a beginning;
@@ -300,13 +300,15 @@ def soak(server: Server, seconds: float, clients: int, seed: int) -> bool:
 def main(
     minutes: Annotated[float, typer.Option(help="How long.")] = 30.0,
     clients: Annotated[int, typer.Option(help="Requests at a time.")] = 12,
-    flags: Annotated[str, typer.Option(help="More flags of vllm serve.")] = "",
     seed: Annotated[int, typer.Option(help="Of the traffic.")] = 0,
+    flags: Annotated[
+        list[str] | None, typer.Argument(help="More flags of vllm serve, after --.")
+    ] = None,
 ) -> None:
     """Serve schoolbook and ask it for so long."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make(Path(folder) / "schoolbook", "schoolbook")
-        arguments = shlex.split(f"{FLAGS} {flags}")
+        arguments = [*shlex.split(FLAGS), *(flags or ())]
         with Server(str(checkpoint), arguments, log=Path(folder) / "log") as server:
             fine = soak(server, 60 * minutes, clients, seed)
             server.check()

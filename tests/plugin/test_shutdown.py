@@ -12,7 +12,7 @@ from servers import NAME, PROMPT, serving, tail
 OPTIONS = (
     "--max-model-len 1024 --max-num-seqs 4 --kv-cache-memory-bytes 256M --dtype float32"
 )
-TOKENS = 800
+TOKENS = 400
 CLIENTS = 3
 
 
