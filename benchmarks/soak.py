@@ -3,6 +3,8 @@
     python benchmarks/soak.py --minutes 30
     python benchmarks/soak.py --minutes 3 -- --additional-config '{"atom": {"state_layout": "ring"}}'
 
+Flags after `--` come last, and so count: rings need less room, and preempt in a smaller `--kv-cache-memory-bytes`.
+
 The server has the checkpoint `schoolbook` with its DSpark draft, in float32, and a cache so small that requests are preempted.
 Each client asks one thing after another: answers of several lengths to problems and to long prompts that share a beginning;
 streams that it leaves in the middle; answers that end at a stop string; and requests that are to be refused. Every answer, a
