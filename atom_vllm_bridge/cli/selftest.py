@@ -6,6 +6,7 @@ result.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -113,6 +114,18 @@ def linear(op: Op, draw: Draw) -> Result:
 
 def grouped_output_projection(op: Op, draw: Draw) -> Result:
     return op(draw(5, 4, 32), draw.matrix(64, 32, many=2), draw.matrix(64, 96))
+
+
+def attention_output(op: Op, draw: Draw) -> Result:
+    parts = SimpleNamespace(
+        inverse_rope=registry.resolve("inverse_rope", draw.device),
+        grouped_output_projection=registry.resolve(
+            "grouped_output_projection", draw.device
+        ),
+        wo_a=draw.matrix(64, 32, many=2),
+        wo_b=draw.matrix(64, 96),
+    )
+    return op(parts, draw(5, 4, 32), draw.rotation(5), torch.float32)
 
 
 def swiglu(op: Op, draw: Draw) -> Result:
@@ -239,6 +252,7 @@ CHECKS: dict[str, Callable[[Op, Draw], Result]] = {
     check.__name__: check
     for check in (
         *(rms_norm, rope, inverse_rope, query_heads, hc_pre, hc_post, hc_head, linear),
+        attention_output,
         *(grouped_output_projection, swiglu, feed_forward, router, experts, hold, pack),
         *(gather_rows, write_rows, write_keys, write_inputs, compressor_pool),
         *(indexer_logits, indexer_topk, sparse_attention, decoder_layers),
@@ -255,11 +269,15 @@ def selftest() -> list[dict[str, Any]]:
         if refusal := registry.refusal_of(provider, device):
             rows.append(_row("all", provider, "refused", refusal))
             continue
-        rows += [
-            _checked(op, provider, device)
-            for op in registry.names()
-            if provider != "torch" and provider in registry.providers_of(op, device)
-        ]
+        for op in registry.names():
+            if provider == "torch" or not registry.has(provider, op):
+                continue
+            lack = registry.refusal_of(provider, device, op)
+            rows.append(
+                _row(op, provider, "refused", lack)
+                if lack
+                else _checked(op, provider, device)
+            )
     return rows
 
 

@@ -138,9 +138,13 @@ def first(op: str, device: torch.device | str) -> str:
     return next(name for name in reversed(_providers) if name in having)
 
 
-def refusal_of(provider: str, device: torch.device | str) -> str | None:
-    """Why a provider cannot run on `device`, or None where it can."""
-    return _providers[provider].refusal(torch.device(device))
+def refusal_of(
+    provider: str, device: torch.device | str, op: str | None = None
+) -> str | None:
+    """Why a provider cannot run on `device`, or one of its ops there; None where it can."""
+    found, device = _providers[provider], torch.device(device)
+    refusal = found.refusal(device)
+    return refusal or (found.lacks(op, device, True) if op else None)
 
 
 def providers_of(op: str, device: torch.device | str = "cpu") -> tuple[str, ...]:
