@@ -23,7 +23,7 @@ TOOLS := $(VENV)/.tools-installed
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help install checkpoints serve test lint docs clean
+.PHONY: help install checkpoints serve test lint docs dist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,7 +31,8 @@ help:
 	@echo 'make checkpoints  lay out schoolbook and schoolbook-mtp, which eval and bench compare'
 	@echo 'make test      run the tests on the CPU; PYTEST_ARGS= is passed on'
 	@echo 'make lint      black, ruff, mypy for 3.11 to 3.13, import-linter, and the site of docs/ into build/site'
-	@echo 'make docs      write the pages that are made from the code'
+	@echo 'make docs      write the pages that are made from the code, and the table of vLLM releases'
+	@echo 'make dist      build dist/*.whl and *.tar.gz; the same commit gives the same wheel, byte for byte'
 	@echo 'make clean     remove caches and the checkpoints made here; .venv stays'
 
 install: $(SERVER)
@@ -123,6 +124,12 @@ docs: $(SERVER)
 	$(BIN)/python -m atom_vllm_bridge.ops_page > docs/ops.md
 	$(BIN)/python tests/features.py > docs/feature-matrix.md
 	$(BIN)/python .github/scripts/support.py README.md
+	$(BIN)/python -m contracts.matrix
+
+# Files in an archive carry a time: that of the commit, not of the build.
+dist: $(TOOLS)
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --quiet .
+	@sha256sum dist/*.whl
 
 clean:
 	rm -rf $(MADE_HERE) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

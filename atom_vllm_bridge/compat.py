@@ -3,7 +3,9 @@
 Importing this module loads neither torch nor vLLM: versions are read from the metadata of the installed packages.
 """
 
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from types import ModuleType
 
 SUPPORTED = ">=0.32,<0.34"
 
@@ -51,3 +53,13 @@ def check_vllm_version(allow_untested: bool = False) -> None:
             f"vLLM {version} is outside {SUPPORTED}, the range that this release was made for. Install a vLLM in it, "
             "set ATOM_BRIDGE_ALLOW_UNTESTED=1 to try this one, or ATOM_BRIDGE_DISABLE=1 to serve without the plugin."
         )
+
+
+def cache_planner() -> ModuleType:
+    """Where vLLM groups cache layers and sizes their blocks: `get_kv_cache_groups`, `get_kv_cache_config_from_groups`.
+
+    Imports vLLM. 0.33 has moved both out of kv_cache_utils.
+    """
+    home = "vllm.v1.core"
+    moved = find_spec(f"{home}.kv_cache_planning") is not None
+    return import_module(f"{home}.kv_cache_{'planning' if moved else 'utils'}")

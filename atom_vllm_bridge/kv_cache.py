@@ -12,7 +12,7 @@
 | draft window     | a draft stage's KV of the last `sliding_window` tokens | 64 | the window's blocks, so that drafts are as good after a hit |
 
 `ring`: window, draft window and the compressors of CSA layers have one block a request instead, which vLLM's own kind for
-that, the circular buffer, allocates and never shares; models/deepseek_v4/ring.py says how it is used, and replay.py what a
+that, the circular buffer, allocates and never shares; models/deepseek_v4/ring.py says how it is used, and rollback.py what a
 prefix hit costs. The others stay as they are.
 
 vLLM groups sliding-window specs by their window alone, and circular buffers all together. Ours are grouped by exact type,
@@ -27,6 +27,7 @@ from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     CircularBufferSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -40,7 +41,7 @@ from atom_vllm_bridge.attention import AtomBackend
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.ring import in_ring
 from atom_vllm_bridge.models.deepseek_v4.state import CacheRole, CacheShape
-from atom_vllm_bridge.replay import rollback_tokens
+from atom_vllm_bridge.rollback import rollback_tokens
 from atom_vllm_bridge.settings import Settings
 
 WINDOW_BLOCK = 64
@@ -213,7 +214,7 @@ def replayed_tokens(cache: KVCacheConfig) -> int:
 
 def cache_spec(
     role: CacheRole, shape: CacheShape, block_size: int, rings: Rings | None = None
-) -> KVCacheSpec:
+) -> AttentionSpec:
     """The vLLM spec of one layer's cache.
 
     Args:
@@ -244,7 +245,7 @@ def cache_spec(
     )
 
 
-def draft_spec(shape: CacheShape, rings: Rings | None = None) -> KVCacheSpec:
+def draft_spec(shape: CacheShape, rings: Rings | None = None) -> AttentionSpec:
     """The vLLM spec of a draft stage's window, whose `shape` is that of a sliding layer of the target."""
     if rings is not None:
         return rings.spec(DraftWindowRing, shape)
@@ -261,7 +262,7 @@ def draft_spec(shape: CacheShape, rings: Rings | None = None) -> KVCacheSpec:
 class CacheLayer(nn.Module, AttentionLayerBase):
     """One cache of one decoder layer, as vLLM allocates and binds it. It computes nothing."""
 
-    def __init__(self, name: str, spec: KVCacheSpec) -> None:
+    def __init__(self, name: str, spec: AttentionSpec) -> None:
         """Register under `name`, which must hold exactly one number (the layer's).
 
         Raises:

@@ -1,7 +1,6 @@
 """From a published checkpoint to the model's parameters: every tensor consumed once, or the load stops and names it."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 )
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
+from atom_vllm_bridge import snapshots
 from atom_vllm_bridge.models.deepseek_v4 import loading
 from atom_vllm_bridge.models.deepseek_v4.packing import pack
 from atom_vllm_bridge.models.deepseek_v4.shards import INDEX
@@ -67,8 +67,8 @@ def tensor_names(model_config: ModelConfig) -> set[str]:
     Raises:
         CheckpointError: no index and no shard tells them.
     """
-    directory = Path(model_config.model)
-    if directory.is_dir():
+    directory = snapshots.directory_of(model_config.model, model_config.revision)
+    if directory is not None:
         return set(loading.check_shards(directory))
     index = get_hf_file_to_dict(INDEX, model_config.model, model_config.revision)
     if index is None:
@@ -119,8 +119,11 @@ def _load(
     ignore: Callable[[str], bool],
 ) -> set[str]:
     where: dict[str, str] = {}
-    directory = Path(vllm_config.model_config.model)
-    if directory.is_dir():
+    model_config, load_config = vllm_config.model_config, vllm_config.load_config
+    directory = snapshots.directory_of(
+        model_config.model, model_config.revision, load_config.download_dir
+    )
+    if directory is not None:
         where = {
             name: found.shard for name, found in loading.check_shards(directory).items()
         }

@@ -99,7 +99,7 @@ def errors(reference: Answers, found: Answers) -> list[float]:
 def measured(checkpoint: Path) -> tuple[list[list[Any]], list[tuple[int, list[float]]]]:
     """Rows of the table, and (tokens replayed, errors of hits)."""
     from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
-    from atom_vllm_bridge.replay import rollback_tokens
+    from atom_vllm_bridge.rollback import rollback_tokens
 
     engine = engine_of(checkpoint, enable_prefix_caching=False)
     hf = engine.llm_engine.vllm_config.model_config.hf_config.to_dict()

@@ -40,10 +40,9 @@ def make_serve(folder: Path, *variables: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The names and texts of the files in the wheel."""
-    source = tmp_path_factory.mktemp("source")
+def checkout(source: Path) -> Path:
+    """What of a checkout makes the wheel, copied into a new folder."""
+    source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
@@ -53,12 +52,63 @@ def wheel(tmp_path_factory):
     # As in a checkout, so that the signposts are seen not to be packaged.
     for name in ("models", "patches"):
         (source / name).symlink_to(f"atom_vllm_bridge/{name}")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    command += ["--no-build-isolation", "--wheel-dir", str(source / "out"), str(source)]
-    subprocess.run(command, check=True, capture_output=True)
-    (built,) = (source / "out").glob("*.whl")
+    return source
+
+
+def build(source: Path, epoch: int, **variables: str) -> Path:
+    command = [sys.executable, "-m", "build", "--no-isolation", "--quiet"]
+    environ = os.environ | {"SOURCE_DATE_EPOCH": str(epoch)} | variables
+    subprocess.run(
+        [*command, str(source)], check=True, capture_output=True, env=environ
+    )
+    (built,) = (source / "dist").glob("*.whl")
+    return built
+
+
+EPOCH = 1_700_000_000
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return build(checkout(tmp_path_factory.mktemp("built") / "source"), EPOCH)
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    """The names and texts of the files in the wheel."""
     with zipfile.ZipFile(built) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_two_builds_give_the_same_wheel(built, tmp_path):
+    source = checkout(tmp_path / "elsewhere")
+    for path in source.rglob("*.py"):
+        os.utime(path, (EPOCH + 5000, EPOCH + 5000))
+        path.chmod(0o664)
+    again = build(source, EPOCH, PYTHONHASHSEED="7", TZ="Asia/Tokyo", LANG="C")
+    assert again.name == built.name
+    assert again.read_bytes() == built.read_bytes()
+
+
+def test_the_wheel_installs_and_runs_without_a_compiler(built, wheel, tmp_path):
+    (tags,) = [text for name, text in wheel.items() if name.endswith("/WHEEL")]
+    assert b"Root-Is-Purelib: true" in tags
+    assert b"Tag: py3-none-any" in tags
+    target = tmp_path / "installed"
+    # No program can be found, a compiler least of all.
+    environ = {"PATH": str(tmp_path), "CC": "/none", "HOME": str(tmp_path)}
+    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps"]
+    pip += ["--quiet", "--only-binary", ":all:", "--target", str(target), str(built)]
+    subprocess.run(pip, check=True, env=environ, cwd=tmp_path)
+    command = [str(target / "bin" / "atom-vllm-bridge"), "checkpoint", "make", "tiny"]
+    subprocess.run(
+        [*command, "--preset", "tiny", "--layers", "1"],
+        check=True,
+        env=environ | {"PYTHONPATH": str(target)},
+        cwd=tmp_path,
+        capture_output=True,
+    )
+    assert (tmp_path / "tiny" / "config.json").is_file()
 
 
 def test_the_wheel_holds_one_top_level_package(wheel):

@@ -8,33 +8,10 @@ traceback is what the report shows. Its answer is the last line of standard outp
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from atom_vllm_bridge.models.deepseek_v4.checkpoint import Layout, TensorHeader
+from typing import Any
 
 MARK = "atom-vllm-bridge-probe "
-
-# What is reported of a checkpoint; null where a fault hides it.
-FACTS = (
-    "directory",
-    "architecture",
-    "layers",
-    "feed_forward",
-    "experts",
-    "index_topk",
-    "sliding_window",
-    "max_position_embeddings",
-    "layout",
-    "dtypes",
-    "tensors",
-    "draft",
-    "draft_stages",
-)
 
 
 def platform() -> dict[str, Any]:
@@ -94,100 +71,60 @@ def patches(turned_off: str) -> dict[str, list[dict[str, str]]]:
     return {"patches": found.table(), "duties": found.duty_table()}
 
 
-def checkpoint(directory: str) -> dict[str, Any]:
-    """What a checkpoint holds, from config.json and the shards' headers; `problems` has one line a fault."""
-    from atom_vllm_bridge.models.deepseek_v4 import checkpoint, shards
+def devices() -> dict[str, Any]:
+    """What torch was built for, and the GPUs that it sees."""
+    import torch
 
-    problems: list[str] = []
-    facts: dict[str, Any] = dict.fromkeys(FACTS)
-    facts |= {"directory": directory, "problems": problems}
-    config: dict[str, Any] = {}
-    headers: dict[str, checkpoint.TensorHeader] = {}
-    try:
-        config = json.loads((Path(directory) / "config.json").read_bytes())
-        facts |= _dimensions(config)
-    except OSError as error:
-        problems.append(f"{directory}/config.json cannot be read: {error.strerror}.")
-    except (ValueError, RecursionError) as error:
-        problems.append(f"{directory}/config.json cannot be used: {error}")
-    try:
-        headers = shards.check_shards(directory)
-        facts |= {
-            "tensors": len(headers),
-            "draft_stages": checkpoint.count_stages(headers),
-            **_layout(checkpoint.detect_layout(headers)),
-        }
-    except checkpoint.CheckpointError as error:
-        problems += error.problems
-    if not problems:
-        problems += _mismatches(config, headers, facts["draft_stages"])
-    return facts
-
-
-def _dimensions(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of the report that config.json tells.
-
-    Raises:
-        ValueError: not a DeepSeek-V4 config, or one with something that the model does not do.
-    """
-    from atom_vllm_bridge.models.deepseek_v4.checkpoint import draft_kind
-    from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
-
-    read = DeepseekV4Config.from_hf(config)
+    gpu = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+    found = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        generation = f"sm_{about.major}{about.minor}"
+        found.append(
+            {
+                "name": about.name,
+                # AMD's carry features behind a colon, as gfx942:sramecc+.
+                "architecture": (
+                    about.gcnArchName.partition(":")[0] if gpu == "rocm" else generation
+                ),
+                "memory_gib": round(about.total_memory / 2**30, 1),
+            }
+        )
+    architectures = torch.cuda.get_arch_list() if found else []
     return {
-        "architecture": ", ".join(config.get("architectures") or []),
-        "layers": dict(Counter(read.layer_types)),
-        "feed_forward": dict(Counter(read.mlp_layer_types)),
-        "experts": {
-            "routed": read.n_routed_experts,
-            "per_token": read.num_experts_per_tok,
-            "shared": read.n_shared_experts,
-        },
-        "index_topk": read.index_topk,
-        "sliding_window": read.sliding_window,
-        "max_position_embeddings": read.max_position_embeddings,
-        "draft": draft_kind(config),
+        "torch": torch.__version__,
+        "built_for": gpu,
+        "architectures": architectures,
+        "devices": found,
     }
 
 
-def _layout(found: "Layout") -> dict[str, Any]:
-    from atom_vllm_bridge.models.deepseek_v4.checkpoint import LAYOUTS
+def selftest() -> list[dict[str, Any]]:
+    """One row an op and provider."""
+    from atom_vllm_bridge.cli import selftest
 
-    # Some published checkpoints keep wo_a in bf16: a variation of a layout, not another one.
-    same = [
-        name
-        for name, layout in LAYOUTS.items()
-        if (layout.projections, layout.experts) == (found.projections, found.experts)
-    ]
-    return {"layout": same[0] if same else "unknown", "dtypes": asdict(found)}
+    return selftest.selftest()
 
 
-def _mismatches(
-    config: dict[str, Any], headers: "dict[str, TensorHeader]", stages: int
-) -> list[str]:
-    """Tensors that are missing, left over, or not what config.json makes them."""
-    from atom_vllm_bridge.models.deepseek_v4 import checkpoint
+def checkpoint(model: str, speculative: str) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    from atom_vllm_bridge.cli import reading
 
-    try:
-        promised = checkpoint.draft_stages(config)
-        if stages not in (0, promised):
-            return [
-                f"config.json speaks of {promised} draft stages, but the shards hold {stages} (mtp.0 to mtp.{stages - 1}). "
-                "Download the checkpoint again, or correct config.json."
-            ]
-        table = checkpoint.tensor_table(
-            config, checkpoint.detect_layout(headers), stages=stages
-        )
-        checkpoint.check_headers(table, headers)
-    except checkpoint.CheckpointError as error:
-        return error.problems
-    except ValueError as error:
-        return [str(error)]
-    return []
+    return reading.read(model, speculative)
+
+
+def plan(model: str, speculative: str, memory: str) -> dict[str, Any]:
+    """How vLLM would lay out its caches."""
+    from atom_vllm_bridge.cli import planning
+
+    return planning.plan(model, speculative, int(memory))
 
 
 PROBES: dict[str, Callable[..., Any]] = {
     "platform": platform,
+    "devices": devices,
+    "selftest": selftest,
+    "plan": plan,
     "ops": ops,
     "patches": patches,
     "checkpoint": checkpoint,

@@ -4,12 +4,11 @@ import json
 import os
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from atom_vllm_bridge import engine_ops, metrics
+from atom_vllm_bridge import engine_ops, metrics, snapshots
 from atom_vllm_bridge.models.deepseek_v4 import checkpoint, sharding
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig
@@ -241,14 +240,17 @@ def _refuse_a_head_that_is_not_there(
 def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
     """Raise `Refused` for a checkpoint that would fail to load, before any process is started for it.
 
-    Reads config.json and, of a checkpoint in a local directory, the headers of the shards.
+    Reads config.json and, of a checkpoint that is on this machine, the headers of the shards. One that is yet to be fetched from
+    a hub is checked when its weights are loaded.
 
     Raises:
         Refused: a config that is not DeepSeek-V4's, or does not divide among the ranks; a shard that is truncated; a tensor that is missing, left over, or of
             a wrong shape or dtype.
     """
     model = vllm_config.model_config
-    directory = Path(model.model)
+    directory = snapshots.directory_of(
+        model.model, model.revision, vllm_config.load_config.download_dir
+    )
     try:
         hf = model.hf_config.to_dict()
         parallel = vllm_config.parallel_config
@@ -260,7 +262,7 @@ def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
         if method_of(vllm_config) == "dspark":
             DSparkConfig.from_hf(hf)
         if (
-            directory.is_dir()
+            directory is not None
             and vllm_config.load_config.load_format in SAFETENSORS_FORMATS
         ):
             headers = check_shards(directory)

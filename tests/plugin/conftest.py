@@ -3,6 +3,7 @@
 import features
 import pytest
 from engines import SHALLOW, SMALL, Engine
+from installations import Environment
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +15,21 @@ def as_marked(request):
     if covers and "server" not in request.fixturenames:
         ran = [one for one in Engine.asked if covers.items() <= one.items()]
         assert ran, f"marked {covers}, but asked {Engine.asked}"
+
+
+@pytest.fixture
+def empty(tmp_path):
+    """An environment with the bridge and nothing else."""
+    return Environment(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def six_layers(tmp_path_factory):
+    """A small checkpoint with every kind of layer and three draft stages."""
+    from atom_vllm_bridge.checkpoint.make import make
+
+    out = tmp_path_factory.mktemp("checkpoints") / "six-layers"
+    return make(out, "tiny", "mxfp4", layers=6)
 
 
 @pytest.fixture(scope="session")

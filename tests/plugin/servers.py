@@ -99,8 +99,10 @@ class Server:
 
 
 @contextmanager
-def serving(checkpoint: Path, log: Path, options: str) -> Iterator[Server]:
-    """A server of `checkpoint`, ready; what it says goes to `log`."""
+def serving(
+    checkpoint: Path, log: Path, options: str, *, outlives: bool = True
+) -> Iterator[Server]:
+    """A server of `checkpoint`, ready; what it says goes to `log`. It must be there at the end, unless a test ends it itself."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -125,6 +127,8 @@ def serving(checkpoint: Path, log: Path, options: str) -> Iterator[Server]:
             time.sleep(0.2)
         tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
         yield Server(process, port, tokenizer, log)
+        if not outlives:
+            return
         assert process.poll() is None, tail(log, "the server did not survive")
         process.terminate()
         try:

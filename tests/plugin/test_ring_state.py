@@ -12,7 +12,7 @@ from engines import difference, prompt, running
 from atom_vllm_bridge.checkpoint.presets import build_config
 from atom_vllm_bridge.kv_cache import RingSpec, spec_of_group
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
-from atom_vllm_bridge.replay import rollback_tokens
+from atom_vllm_bridge.rollback import rollback_tokens
 
 LONG = {
     "max_model_len": 18432,

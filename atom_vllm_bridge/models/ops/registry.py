@@ -138,6 +138,15 @@ def first(op: str, device: torch.device | str) -> str:
     return next(name for name in reversed(_providers) if name in having)
 
 
+def refusal_of(
+    provider: str, device: torch.device | str, op: str | None = None
+) -> str | None:
+    """Why a provider cannot run on `device`, or one of its ops there; None where it can."""
+    found, device = _providers[provider], torch.device(device)
+    refusal = found.refusal(device)
+    return refusal or (found.lacks(op, device, True) if op else None)
+
+
 def providers_of(op: str, device: torch.device | str = "cpu") -> tuple[str, ...]:
     """The providers that have `op` and run on `device`; for tests that compare them."""
     device = torch.device(device)
