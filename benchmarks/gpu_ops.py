@@ -181,6 +181,8 @@ CASES: dict[str, Callable[[int], Case]] = {
 def microseconds(calls: Sequence[Callable[[], Any]]) -> float:
     """Of one call, in the replay of a CUDA graph of all of them; the best of several replays."""
     stream = torch.cuda.Stream()
+    # What calls read is still being made on this one.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()

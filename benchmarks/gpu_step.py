@@ -150,6 +150,7 @@ class Step:
         with noting_experts(model, self.met):
             step()
         self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             step()
         self.stream.synchronize()

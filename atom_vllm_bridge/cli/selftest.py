@@ -5,7 +5,7 @@ result.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -266,23 +266,36 @@ def selftest() -> list[dict[str, Any]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for provider in registry.providers():
-        if refusal := registry.refusal_of(provider, device):
-            rows.append(_row("all", provider, "refused", refusal))
-            continue
-        for op in registry.names():
-            if provider == "torch" or not registry.has(provider, op):
+        ops: tuple[str, ...] = () if provider == "torch" else registry.names()
+        try:
+            if refusal := registry.refusal_of(provider, device):
+                rows.append(_row("all", provider, "refused", refusal))
                 continue
-            lack = registry.refusal_of(provider, device, op)
-            rows.append(
-                _row(op, provider, "refused", lack)
-                if lack
-                else _checked(op, provider, device)
-            )
+        except Exception as error:  # A provider of others may raise anything.
+            rows.append(_row("all", provider, "failed", _line(error)))
+            continue
+        rows += filter(None, (_tested(op, provider, device) for op in ops))
     return rows
 
 
 def _row(op: str, provider: str, state: str, reason: str) -> dict[str, Any]:
     return {"op": op, "provider": provider, "state": state, "reason": reason}
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _tested(op: str, provider: str, device: str) -> dict[str, Any] | None:
+    """The row of an op; None where the provider does not have it."""
+    try:
+        if not registry.has(provider, op):
+            return None
+        if lack := registry.refusal_of(provider, device, op):
+            return _row(op, provider, "refused", lack)
+        return _checked(op, provider, device)
+    except Exception as error:  # Whatever an op raises is what the row is to say.
+        return _row(op, provider, "failed", _line(error))
 
 
 @torch.inference_mode()
@@ -294,18 +307,18 @@ def _checked(op: str, provider: str, device: str) -> dict[str, Any]:
         # A check may run other ops beside: the provider's own, as far as it has them, or torch's.
         registry.configure(f"{provider},torch")
         got = _tensors(check(registry.resolve_from(provider, op), Draw(device)))
-    except Exception as error:  # Whatever a kernel raises is what the row is to say.
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
-        return _row(op, provider, "failed", line)
     finally:
         registry.configure("torch")
     want = _tensors(check(registry.resolve_from("torch", op), Draw(device)))
+    if len(got) != len(want):
+        return _row(op, provider, "wrong", f"{len(got)} tensors, not {len(want)}")
+    # What a GPU could not do may only be raised here, where its results are waited for.
     off = max(map(difference, got, want))
     state = "ok" if off <= tolerance else "wrong"
     return _row(op, provider, state, f"{off:.1e} from torch, at most {tolerance:g}")
 
 
-def _tensors(result: Result) -> Iterable[torch.Tensor]:
+def _tensors(result: Result) -> tuple[torch.Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
@@ -314,6 +327,6 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
     if got.shape != want.shape or not got.isfinite().all():
         return math.inf
     if not want.is_floating_point():
-        return 0.0 if torch.equal(got.long(), want.long()) else math.inf
+        return 0.0 if bool((got == want).all()) else math.inf
     error = (got.double() - want.double()).norm() / want.double().norm()
     return float(error)

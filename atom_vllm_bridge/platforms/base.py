@@ -2,9 +2,8 @@
 
 import json
 import os
-import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,6 +35,9 @@ WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "atom_vllm_bridge.workers.gpu.AtomGpuWorker",
 }
 PICKLED_FORMATS = ("pt", "npcache")
+# Of a compilation config: the model config with which it was completed. Copies of a configuration share both, those pickled for
+# a worker too; a configuration that is made anew for the same model does not.
+COMPLETED = "_atom_bridge_completed"
 # Blocks of every group divide it, and a prefix hit lands on it.
 BLOCK_SIZE = 128
 
@@ -113,12 +115,17 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
             f"--quantization {model.quantization} would be ignored: the layout is read from the checkpoint's tensors. "
             f"Drop it, or {own}."
         )
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format in PICKLED_FORMATS:
-        raise Refused(
-            f"--load-format {load_format} unpickles weights, which can run code. "
-            "Take a checkpoint in *.safetensors, and leave it out."
-        )
+    speculative = vllm_config.speculative_config
+    of_draft = None if speculative is None else speculative.draft_load_config
+    for name, load in (
+        ("--load-format", vllm_config.load_config),
+        ("draft_load_config's load_format", of_draft),
+    ):
+        if load is not None and str(load.load_format) in PICKLED_FORMATS:
+            raise Refused(
+                f"{name} {load.load_format} unpickles weights, which can run code. "
+                "Take a checkpoint in *.safetensors, and leave it out."
+            )
     _refuse_a_draft_of_another_kind(vllm_config)
     for name, given in (
         ("--kv-transfer-config", vllm_config.kv_transfer_config is not None),
@@ -292,10 +299,6 @@ class AtomPlatform:
     """Mixed in before one of vLLM's platform classes, whose `_enum` stays what it is."""
 
     device_type: str
-    # Models whose configurations are complete, by id.
-    _completed: ClassVar[weakref.WeakValueDictionary[int, Any]] = (
-        weakref.WeakValueDictionary()
-    )
 
     @classmethod
     def pre_register_and_update(
@@ -331,8 +334,8 @@ class AtomPlatform:
         if not serves(vllm_config):
             super().check_and_update_config(vllm_config)  # type: ignore[misc]
             return
-        model = vllm_config.model_config
-        if id(model) in AtomPlatform._completed:
+        model, compilation = vllm_config.model_config, vllm_config.compilation_config
+        if getattr(compilation, COMPLETED, None) is model:
             # vLLM copies a running engine's configuration to hash it; what was planned for its cache is no request in the copy.
             return
         _refuse_without_a_needed_patch(cls.device_type, settings.disabled_patches)
@@ -343,7 +346,7 @@ class AtomPlatform:
         except ValueError as error:
             raise Refused(str(error)) from None
         cls._check_and_update_deepseek_v4(vllm_config)
-        AtomPlatform._completed[id(model)] = model
+        setattr(compilation, COMPLETED, model)
         metrics.offer()
 
     @classmethod

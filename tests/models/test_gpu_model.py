@@ -106,6 +106,7 @@ def test_a_captured_step_is_the_step(layout):
 
     want = step().clone()
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()
     side.synchronize()

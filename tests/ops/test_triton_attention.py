@@ -129,6 +129,19 @@ def test_attention_reads_what_is_seen_and_nothing_else(size, name, seed):
 
 
 @runs
+@pytest.mark.parametrize(("dim", "tail"), [(148, 12), (512, 64)])
+def test_what_lies_behind_a_rows_scales_does_not_matter(dim, tail):
+    draw, codec = Draw(0), fp8_ds_mla(dim, tail)
+    query, sink = draw(2, 1, 3, dim), draw(3)
+    _, none = draw.keys(codec, 2, 1, 0, 0)
+    safe, keys = draw.keys(codec, 2, 1, 12, 0)
+    keys.rows[..., dim + tail + -(-(dim - tail) // 64) :] = 0xFF
+    op, reference = (resolve_from(p, "sparse_attention") for p in ("triton", "torch"))
+    got = op(query, sink, 0.1, none, keys, codec)
+    close(got, reference(query, sink, 0.1, safe, None, codec), tolerance(codec))
+
+
+@runs
 @KEY_CODECS
 def test_the_tiles_of_amds_gpus_give_the_same(name, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.2.0")

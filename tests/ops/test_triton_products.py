@@ -244,6 +244,7 @@ def test_a_captured_product_is_the_product():
         return linear(x, w), experts(x, chosen, weights, w13, w2, LIMIT)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()
     side.synchronize()

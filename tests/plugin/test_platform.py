@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -135,13 +136,36 @@ def test_a_copy_of_a_running_engines_configuration_is_no_new_request(small_check
     """As FlashInfer's autotuning makes one on a GPU, to hash it: in the copy the planned block size looks asked for."""
     from vllm.config.utils import replace
 
-    config = configuration(small_checkpoint)
-    config.cache_config.block_size = 4
-    cache = replace(config.cache_config)
-    assert cache.user_specified_block_size
-    copy = replace(config, cache_config=cache)
-    assert copy.cache_config.block_size == 4
-    assert copy.compilation_config.mode == config.compilation_config.mode
+    started = configuration(small_checkpoint)
+    # A worker may get it from another process.
+    for config in (started, pickle.loads(pickle.dumps(started))):
+        config.cache_config.block_size = 4
+        cache = replace(config.cache_config)
+        assert cache.user_specified_block_size
+        copy = replace(config, cache_config=cache)
+        assert copy.cache_config.block_size == 4
+        assert copy.compilation_config.mode == config.compilation_config.mode
+
+
+def test_other_options_for_the_same_model_are_checked_and_completed(small_checkpoint):
+    from vllm.config import CacheConfig, LoadConfig, VllmConfig
+
+    model = configuration(small_checkpoint).model_config
+    again = VllmConfig(model_config=model)
+    assert again.cache_config.block_size == 128
+    for options in (
+        {"cache_config": CacheConfig(block_size=16)},
+        {"load_config": LoadConfig(load_format="pt")},
+    ):
+        with pytest.raises(Refused):
+            VllmConfig(model_config=model, **options)
+
+
+def test_a_draft_is_not_unpickled_either(small_dspark):
+    draft = {"method": "dspark", "num_speculative_tokens": 3}
+    draft["draft_load_config"] = {"load_format": "npcache"}
+    with pytest.raises(Refused, match="draft_load_config's load_format npcache"):
+        configuration(small_dspark, speculative_config=draft)
 
 
 def test_deepseek_v4_keeps_what_the_cpu_platform_switches_off(small_checkpoint):

@@ -108,6 +108,10 @@ def read_rows(
         words = rows.to(tl.pointer_type(tl.int64), bitcast=True)
         words += at * (UNIT // 8) + (nope + 2 * ROPE_DIM) // 8
         word = tl.load(words, mask=at >= 0, other=0)
+        tiles: tl.constexpr = (nope + 63) // 64
+        if tiles < 8:
+            # What fills the word may be anything, infinity too, which times zero is not zero.
+            word &= (1 << (8 * tiles)) - 1
         tile = tl.arange(0, BLOCK_D // 64)
         exponent = (word[:, None] >> (8 * tile)[None, :]) & 0xFF
         scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
