@@ -117,13 +117,13 @@ def refuse_what_cannot_be_honoured(vllm_config: "VllmConfig") -> None:
         )
     speculative = vllm_config.speculative_config
     of_draft = None if speculative is None else speculative.draft_load_config
-    for name, load in (
+    for name, config in (
         ("--load-format", vllm_config.load_config),
         ("draft_load_config's load_format", of_draft),
     ):
-        if load is not None and str(load.load_format) in PICKLED_FORMATS:
+        if config is not None and str(config.load_format) in PICKLED_FORMATS:
             raise Refused(
-                f"{name} {load.load_format} unpickles weights, which can run code. "
+                f"{name} {config.load_format} unpickles weights, which can run code. "
                 "Take a checkpoint in *.safetensors, and leave it out."
             )
     _refuse_a_draft_of_another_kind(vllm_config)
