@@ -226,7 +226,7 @@ def _chosen(item: Field[Any], value: Any, where: str) -> Any:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _kind(item: Field[Any]) -> str:
