@@ -1,10 +1,14 @@
 """`atom-vllm-bridge checkpoint`: make a checkpoint to serve or to test with."""
 
+import importlib.util
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
+
+# Of the host's packages, what values are made and tokens counted with.
+NEEDED = ("torch", "tokenizers")
 
 checkpoint_app = typer.Typer(
     no_args_is_help=True, help="Small DeepSeek-V4 checkpoints."
@@ -48,6 +52,11 @@ def make(
     ] = False,
 ) -> None:
     """Write a checkpoint with DeepSeek-V4's own tensor names and dtypes."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        _refuse(
+            f"not installed: {', '.join(missing)}. vLLM brings them: install it beside the plugin, as the README says"
+        )
     from atom_vllm_bridge.checkpoint.make import make as make_checkpoint
 
     start = time.perf_counter()
@@ -64,8 +73,12 @@ def make(
             progress=True,
         )
     except (ValueError, OSError) as error:
-        typer.echo(f"atom-vllm-bridge: {error}", err=True)
-        raise typer.Exit(1) from None
+        _refuse(str(error))
     size = sum(file.stat().st_size for file in out.iterdir())
     seconds = time.perf_counter() - start
     typer.echo(f"{out}: {preset}, {layout}, {size / 2**20:.0f} MiB in {seconds:.1f} s")
+
+
+def _refuse(why: str) -> NoReturn:
+    typer.echo(f"atom-vllm-bridge: {why}", err=True)
+    raise typer.Exit(1)

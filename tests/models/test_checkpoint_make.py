@@ -1,6 +1,7 @@
 """Generated checkpoints: the published names and dtypes, the same values in every layout."""
 
 import hashlib
+import importlib.util
 import json
 import re
 from collections import Counter
@@ -376,6 +377,20 @@ def test_the_command_makes_a_checkpoint_and_reports_faults_in_one_line(tmp_path)
     again = run(checkpoint_app, ["make", out])
     assert again.exit_code == 1
     assert again.stderr.startswith(f"atom-vllm-bridge: {out} is not empty")
+
+
+def test_the_command_says_in_one_line_that_the_hosts_packages_are_missing(
+    tmp_path, monkeypatch
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n: None if n == "torch" else find(n)
+    )
+    done = CliRunner().invoke(checkpoint_app, ["make", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("atom-vllm-bridge: not installed: torch. ")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 # transformers reads them
