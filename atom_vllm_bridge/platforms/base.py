@@ -295,6 +295,13 @@ def refuse_an_unfit_checkpoint(vllm_config: "VllmConfig") -> None:
         raise Refused(str(error)) from None
 
 
+def _is_a_copy(vllm_config: "VllmConfig") -> bool:
+    """Whether it is of a configuration that was completed: vLLM copies a running engine's to hash it, and there what was planned
+    for its cache looks asked for."""
+    completed = getattr(vllm_config.compilation_config, COMPLETED, None)
+    return completed is not None and completed is vllm_config.model_config
+
+
 class AtomPlatform:
     """Mixed in before one of vLLM's platform classes, whose `_enum` stays what it is."""
 
@@ -334,9 +341,9 @@ class AtomPlatform:
         if not serves(vllm_config):
             super().check_and_update_config(vllm_config)  # type: ignore[misc]
             return
-        model, compilation = vllm_config.model_config, vllm_config.compilation_config
-        if getattr(compilation, COMPLETED, None) is model:
-            # vLLM copies a running engine's configuration to hash it; what was planned for its cache is no request in the copy.
+        if _is_a_copy(vllm_config):
+            # With vLLM's own defaults set again.
+            cls._check_and_update_deepseek_v4(vllm_config)
             return
         _refuse_without_a_needed_patch(cls.device_type, settings.disabled_patches)
         refuse_what_cannot_be_honoured(vllm_config)
@@ -346,7 +353,7 @@ class AtomPlatform:
         except ValueError as error:
             raise Refused(str(error)) from None
         cls._check_and_update_deepseek_v4(vllm_config)
-        setattr(compilation, COMPLETED, model)
+        setattr(vllm_config.compilation_config, COMPLETED, vllm_config.model_config)
         metrics.offer()
 
     @classmethod
@@ -354,7 +361,8 @@ class AtomPlatform:
         from vllm.config import CompilationMode
 
         cache = vllm_config.cache_config
-        asked = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
+        given = cache.user_specified_block_size or _is_a_copy(vllm_config)
+        asked = cache.block_size if given else BLOCK_SIZE
         cls._check_of_vllm(vllm_config)
         cache.block_size = asked
         if method_of(vllm_config) == "dspark":

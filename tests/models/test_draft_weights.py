@@ -77,7 +77,10 @@ def load(model, directory, tensors, into=weights.load_draft):
     """Through the bridge, as vLLM hands over what it reads."""
     adapter = torch.nn.Module()
     adapter.model = model
-    vllm_config = SimpleNamespace(model_config=SimpleNamespace(model=str(directory)))
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(model=str(directory), revision=None),
+        load_config=SimpleNamespace(download_dir=None),
+    )
     return into(adapter, tensors.items(), vllm_config)
 
 

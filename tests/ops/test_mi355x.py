@@ -9,6 +9,8 @@ import torch
 
 from atom_vllm_bridge import engine_ops
 from atom_vllm_bridge.cli import doctor, probes
+from atom_vllm_bridge.cli.doctor.asking import Answer
+from atom_vllm_bridge.cli.doctor.report import text
 from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.models.ops.aiter import entries, namesakes
 
@@ -75,11 +77,10 @@ def report(monkeypatch, ops=""):
             "refusal": None,
         },
         "patches": lambda: None,
+        "devices": lambda: None,
     }
-    monkeypatch.setattr(
-        doctor, "ask", lambda probe, *rest: doctor.Answer(answers[probe]())
-    )
-    return doctor.examine(None, dict(os.environ))
+    monkeypatch.setattr(doctor, "ask", lambda probe, *rest: Answer(answers[probe]()))
+    return doctor.examine(doctor.Asked(), dict(os.environ))
 
 
 def chosen(found):
@@ -102,7 +103,7 @@ def test_ops_are_aiters_where_it_rounds_no_more_than_others(monkeypatch):
         assert table[op][1].startswith(taken)
     for op in set(table) - TAKEN - set(ROUNDING):
         assert table[op][1].startswith(f"aiter has no {op}")
-    printed = doctor.text(found)
+    printed = text(found)
     for op, (provider, reason) in table.items():
         line = next(li for li in printed.splitlines() if li.split()[:1] == [op])
         assert line.split(maxsplit=2)[1:] == [provider, reason]

@@ -10,7 +10,9 @@ import torch
 from published import COMMANDS, adaptive_command
 
 from atom_vllm_bridge import engine_ops, plugin, rocm_atom, startup
-from atom_vllm_bridge.cli import doctor
+from atom_vllm_bridge.cli.doctor import engine, installation
+from atom_vllm_bridge.cli.doctor.asking import Answer
+from atom_vllm_bridge.cli.doctor.report import Report
 from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.models.ops.registry import Provider
 from atom_vllm_bridge.platforms import rocm_variables
@@ -206,7 +208,7 @@ def test_atom_beside_a_vllm_without_amd_gpus_is_named_with_the_way_out(
 
 def test_doctor_finds_no_fault_in_atom_beside_the_bridge(monkeypatch):
     """Another plugin that brings a platform is one."""
-    report = doctor.Report()
+    report = Report()
     points = [
         SimpleNamespace(name=name, value=value, dist=None)
         for name, value in (
@@ -215,14 +217,14 @@ def test_doctor_finds_no_fault_in_atom_beside_the_bridge(monkeypatch):
             ("other", "other.plugin:platform"),
         )
     ]
-    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: points)
-    doctor._entry_points(report, {})
+    monkeypatch.setattr(installation.metadata, "entry_points", lambda group: points)
+    installation.entry_points(report, {})
     (fault,) = report.faults
     assert "platform plugin other" in fault
-    report = doctor.Report()
+    report = Report()
     found = {"chosen": ATOM_PLATFORM, "stock": plugin.ROCM, "enum": "ROCM"}
     answer = {"ours": None, "left_to": "atom", "refusal": None} | found
-    doctor._platform(report, doctor.Answer(answer), Settings(), {})
+    engine.platform(report, Answer(answer), Settings(), {})
     assert report.faults == []
     assert report.sections["platform"] == {
         "chosen": ATOM_PLATFORM,
