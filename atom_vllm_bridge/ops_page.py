@@ -29,8 +29,9 @@ def _row(op: str, providers: tuple[str, ...]) -> str:
 
 def _about(op: str) -> str:
     module = importlib.import_module(f"{registry.torch_ops.__name__}.{op}")
-    paragraph = inspect.getdoc(module).split("\n\n")[0]  # type: ignore[union-attr]
-    return " ".join(paragraph.split()).replace("|", "\\|")
+    text = inspect.getdoc(module)
+    assert text, f"{module.__name__} does not say what it computes"
+    return " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
 
 
 _PAGE = """\

@@ -23,7 +23,7 @@ import typer
 LAYERS, CONTEXT, PROMPT = 8, 1024, 8192
 SHORT, LONG = 16, 80
 ENGINES = ("bridge", "vllm")
-# Without these its start took more than nine minutes, and still does not change what it runs.
+# With these on its start took more than nine minutes. Kernels that it would have tuned run as they are by default.
 OF_VLLM = {
     "kernel_config": {
         "enable_jit_warmup": False,

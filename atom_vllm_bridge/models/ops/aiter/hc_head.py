@@ -4,7 +4,7 @@ import torch
 
 from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.models.ops.aiter.entries import Needs
-from atom_vllm_bridge.models.ops.aiter.hc_pre import MHC_PRE, POST
+from atom_vllm_bridge.models.ops.aiter.hc_pre import MHC_PRE, mhc_pre
 from atom_vllm_bridge.models.ops.gradients import trained
 
 NEEDS = Needs((MHC_PRE,))
@@ -22,15 +22,5 @@ def hc_head(
     if streams.dtype != torch.bfloat16 or trained(streams, fn, base, scale):
         own = registry.resolve_from("triton", "hc_head")
         return own(streams, fn, base, scale, eps, norm_eps)
-    _, _, y = MHC_PRE(
-        residual=streams.contiguous(),
-        fn=fn,
-        hc_scale=scale,
-        hc_base=base,
-        rms_eps=norm_eps,
-        hc_pre_eps=eps,
-        hc_sinkhorn_eps=eps,
-        hc_post_mult_value=POST,
-        sinkhorn_repeat=0,
-    )
+    _, _, y = mhc_pre(streams, fn, base, scale, 0, eps, norm_eps)
     return y
