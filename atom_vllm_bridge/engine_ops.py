@@ -14,6 +14,7 @@ import torch
 
 from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.models.ops.registry import Op, Provider
+from atom_vllm_bridge.models.ops.slots import all_here
 from atom_vllm_bridge.models.quantization import mxfp4
 from atom_vllm_bridge.models.quantization.kept import Kept
 from atom_vllm_bridge.models.quantization.planes import MXFP4, WORDS
@@ -119,8 +120,7 @@ def experts(
         return y.sum(1, dtype=torch.float32)
 
     fused_marlin_moe = importlib.import_module(_MARLIN).fused_marlin_moe
-    # Marlin counts all slots: those of experts that are not here take one that is, and weigh nothing.
-    missing = chosen >= w13.shape[0]
+    ids, weights = all_here(chosen, weights, w13.shape[0])
     return fused_marlin_moe(
         hidden_states=x.contiguous(),
         w1=first,
@@ -129,8 +129,8 @@ def experts(
         bias2=None,
         w1_scale=first_scale,
         w2_scale=second_scale,
-        topk_weights=weights.masked_fill(missing, 0.0),
-        topk_ids=chosen.masked_fill(missing, 0).int(),
+        topk_weights=weights,
+        topk_ids=ids,
         quant_type_id=scalar_types.float4_e2m1f.id,
         activation_func=gate,
         moe_sum=add,

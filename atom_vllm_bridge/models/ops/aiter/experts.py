@@ -13,6 +13,7 @@ from atom_vllm_bridge.models.ops import registry
 from atom_vllm_bridge.models.ops.aiter.entries import Entry, Needs
 from atom_vllm_bridge.models.ops.aiter.linear import usable
 from atom_vllm_bridge.models.ops.aiter.weights import fits_mxfp4, mxfp4_tiles
+from atom_vllm_bridge.models.ops.slots import all_here
 from atom_vllm_bridge.models.quantization.kept import Kept
 
 FUSED_MOE = Entry(
@@ -53,14 +54,13 @@ def experts(
     assert isinstance(w2, Kept)
     first, first_scale = _tiles(w13)
     second, second_scale = _tiles(w2)
-    # aiter counts all slots: those of experts that are not here take one that is, and weigh nothing.
-    missing = chosen >= w13.shape[0]
+    ids, weights = all_here(chosen, weights, w13.shape[0])
     y = FUSED_MOE(
         hidden_states=x.contiguous(),
         w1=first,
         w2=second,
-        topk_weight=weights.masked_fill(missing, 0.0),
-        topk_ids=chosen.masked_fill(missing, 0).int(),
+        topk_weight=weights,
+        topk_ids=ids,
         quant_type=importlib.import_module("aiter").QuantType.per_1x32,
         w1_scale=first_scale,
         w2_scale=second_scale,
