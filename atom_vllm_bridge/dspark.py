@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from atom_vllm_bridge import step
 from atom_vllm_bridge import weights as checkpoint_weights
 from atom_vllm_bridge.distributed import parallel_of
+from atom_vllm_bridge.dummy_weights import DummyWeights
 from atom_vllm_bridge.kv_cache import (
     WINDOW_BLOCK,
     CacheLayer,
@@ -46,7 +47,8 @@ class AtomDSparkDraftModel(nn.Module):
         model_config = speculative.draft_model_config
         hf = model_config.hf_config.to_dict()
         config, dspark = DeepseekV4Config.from_hf(hf), DSparkConfig.from_hf(hf)
-        names = checkpoint_weights.tensor_names(model_config)
+        self.quant_method = DummyWeights.of(vllm_config, hf)
+        names = checkpoint_weights.tensor_names(vllm_config, model_config)
         stages = count_stages(dict.fromkeys(names))
         confidence = f"mtp.{stages - 1}.confidence_head.proj.weight" in names
         if not confidence:

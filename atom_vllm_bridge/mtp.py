@@ -10,6 +10,7 @@ from vllm.sequence import IntermediateTensors
 from atom_vllm_bridge import step
 from atom_vllm_bridge import weights as checkpoint_weights
 from atom_vllm_bridge.distributed import parallel_of
+from atom_vllm_bridge.dummy_weights import DummyWeights
 from atom_vllm_bridge.kv_cache import CacheLayer, draft_spec, rings_of
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.mtp import MTPDraft
@@ -28,7 +29,9 @@ class AtomDeepseekV4MTP(nn.Module):
         self.vllm_config = vllm_config
         speculative = vllm_config.speculative_config
         model_config = speculative.draft_model_config
-        config = DeepseekV4Config.from_hf(model_config.hf_config.to_dict())
+        hf = model_config.hf_config.to_dict()
+        config = DeepseekV4Config.from_hf(hf)
+        self.quant_method = DummyWeights.of(vllm_config, hf)
         codec = kv_codec(
             vllm_config.cache_config.cache_dtype, model_config.dtype, config
         )

@@ -13,6 +13,7 @@ from vllm.sequence import IntermediateTensors
 from atom_vllm_bridge import engine_ops, step
 from atom_vllm_bridge import weights as checkpoint_weights
 from atom_vllm_bridge.distributed import parallel_of
+from atom_vllm_bridge.dummy_weights import DummyWeights
 from atom_vllm_bridge.kv_cache import CacheLayer, cache_spec, rings_of
 from atom_vllm_bridge.model_state import AtomModelState
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
@@ -34,7 +35,9 @@ class AtomDeepseekV4ForCausalLM(nn.Module, SupportsEagle3):
         engine_ops.configure(
             Settings.read(vllm_config.additional_config, os.environ).ops
         )
-        self.config = DeepseekV4Config.from_hf(model_config.hf_config.to_dict())
+        hf = model_config.hf_config.to_dict()
+        self.config = DeepseekV4Config.from_hf(hf)
+        self.quant_method = DummyWeights.of(vllm_config, hf)
         codec = kv_codec(
             vllm_config.cache_config.cache_dtype, model_config.dtype, self.config
         )

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 )
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from atom_vllm_bridge import snapshots
+from atom_vllm_bridge import dummy_weights, snapshots
 from atom_vllm_bridge.models.deepseek_v4 import loading
 from atom_vllm_bridge.models.deepseek_v4.packing import pack
 from atom_vllm_bridge.models.deepseek_v4.shards import INDEX
@@ -61,12 +61,18 @@ class CheckpointFormat(QuantizationConfig):
         return None
 
 
-def tensor_names(model_config: ModelConfig) -> set[str]:
-    """The names of a checkpoint's tensors, in a local directory or in a hub's cache.
+def tensor_names(vllm_config: VllmConfig, model_config: ModelConfig) -> set[str]:
+    """The names of a checkpoint's tensors: in a local directory, in a hub's cache, or made up.
+
+    Args:
+        vllm_config: of the model that is built, which a draft has of its own.
+        model_config: names the checkpoint.
 
     Raises:
         CheckpointError: no index and no shard tells them.
     """
+    if dummy_weights.asked(vllm_config):
+        return set(dummy_weights.table(model_config.hf_config.to_dict()))
     directory = snapshots.directory_of(model_config.model, model_config.revision)
     if directory is not None:
         return set(loading.check_shards(directory))
@@ -123,7 +129,7 @@ def _load(
     directory = snapshots.directory_of(
         model_config.model, model_config.revision, load_config.download_dir
     )
-    if directory is not None:
+    if directory is not None and not dummy_weights.asked(vllm_config):
         where = {
             name: found.shard for name, found in loading.check_shards(directory).items()
         }

@@ -41,7 +41,7 @@ def draw(
         return _routing_table(shape, config["n_routed_experts"], generator)
     # Uniform, not normal: whole numbers times one factor are the same on every CPU.
     noise = torch.rand(shape, generator=generator).sub_(0.5).mul_(12**0.5)
-    gain = _gain(name, gains)
+    gain = gain_of(name, gains)
     leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
     if leaf.endswith("norm"):
         return noise.mul_(0.1 * gain).add_(1.0)
@@ -66,7 +66,8 @@ def _seed(name: str, seed: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _gain(name: str, gains: Mapping[str, float]) -> float:
+def gain_of(name: str, gains: Mapping[str, float]) -> float:
+    """The factor on the tensor of this name."""
     stem = "." + name.removesuffix(".weight")
     matches = [key for key in gains if stem.endswith("." + key)]
     return gains[max(matches, key=len)] if matches else 1.0
