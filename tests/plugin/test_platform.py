@@ -503,7 +503,7 @@ QWEN = """
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    """A random Qwen3 of four layers."""
+    """A random Qwen3 of two layers."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -513,7 +513,7 @@ def qwen(tmp_path_factory):
             vocab_size=512,
             hidden_size=128,
             intermediate_size=256,
-            num_hidden_layers=4,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
