@@ -24,8 +24,8 @@ from atom_vllm_bridge.kv_cache import (
 from atom_vllm_bridge.models.deepseek_v4.checkpoint import count_stages
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig, DSparkDraft
-from atom_vllm_bridge.models.deepseek_v4.ring import ring_slots
 from atom_vllm_bridge.models.deepseek_v4.state import BlockTable, Cache, window_cache
+from atom_vllm_bridge.models.ops.torch.ring_slots import slots_in_rings
 from atom_vllm_bridge.models.quantization.kv_codecs import kv_codec
 
 logger = logging.getLogger("vllm.atom_vllm_bridge")
@@ -169,6 +169,6 @@ def _table_to(
     if isinstance(layer.spec, RingSpec):
         # vLLM knows the one block of a ring, and not the row in it.
         block = torch.where(slots >= 0, slots // layer.spec.block_size, 0)
-        to = ring_slots(block, positions, layer.rows)
+        to = slots_in_rings(block, positions, layer.rows)
         return BlockTable(blocks=blocks, slots=to, block_size=layer.rows)
     return BlockTable(blocks=blocks, slots=slots, block_size=WINDOW_BLOCK)

@@ -24,6 +24,7 @@ from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from atom_vllm_bridge.models.ops.blocks import Blocks
 from atom_vllm_bridge.models.ops.registry import resolve_from
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
 from atom_vllm_bridge.models.quantization.kept import PLANES, Band, Kept
@@ -157,6 +158,16 @@ def pooled(ratio: int, dim: int) -> tuple[Any, ...]:
     return state, ids(4, 2, sources), torch.zeros(4, sources, dtype=torch.bool)
 
 
+def blocks(per_block: int, parts: int = 1) -> Blocks:
+    return Blocks(draw(4, 64, dtype=torch.int32), per_block, 32 * per_block, parts)
+
+
+def planned(ratio: int, tokens: int) -> tuple[Any, ...]:
+    sources, parts, per_block = (8, 4, 4) if ratio == 4 else (ratio, 2, 8)
+    where = ids(tokens), ids(tokens), ids(tokens), 4, ratio, sources, fp32(PAIRS)
+    return blocks(per_block, parts), blocks(128 // ratio), *where
+
+
 def stored(codec: RowCodec) -> tuple[Any, ...]:
     tokens = 4
     return (
@@ -193,6 +204,30 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         EPS,
         EPS,
     ),
+    "request_of_token": lambda: (draw(5, dtype=torch.int32), 4),
+    "tiles": lambda: (draw(5, dtype=torch.int32), ids(24), ids(24), 6, 8),
+    "rotations": lambda: (ids(4), fp32(PAIRS)),
+    "slot_rows": lambda: (ids(4), 64, 1, 2048),
+    "ring_slots": lambda: (
+        draw(4, 1, dtype=torch.int32),
+        draw(5, dtype=torch.int32),
+        ids(24),
+        ids(24),
+        136,
+    ),
+    "window_rows": lambda: (blocks(64), ids(4), ids(4), ids(4), None, 1, 128),
+    "block_rows": lambda: (
+        blocks(64),
+        ids(4),
+        ids(4),
+        draw(4, dtype=torch.int32),
+        5,
+        128,
+    ),
+    "entry_rows": lambda: (blocks(1), ids(4), ids(4), ids(4), 1, 1024, 128),
+    "selected_rows": lambda: (blocks(32), ids(4), ids(4, 512)),
+    "pooled_rows": lambda: planned(4, 4),
+    "pooled_rows, packed": lambda: planned(128, 24),
     "rms_norm": lambda: (draw(4, RANK), fp32(RANK), EPS),
     "rope": lambda: (fp32(4, HEADS, INDEX_DIM), rotation(4)),
     "inverse_rope": lambda: (fp32(4, HEADS, DIM), rotation(4)),

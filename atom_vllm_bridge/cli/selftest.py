@@ -13,6 +13,7 @@ import torch
 
 from atom_vllm_bridge import engine_ops
 from atom_vllm_bridge.checkpoint.presets import build_config
+from atom_vllm_bridge.cli import index_checks
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.local_state import LocalState
 from atom_vllm_bridge.models.deepseek_v4.model import DeepseekV4Model
@@ -256,6 +257,7 @@ CHECKS: dict[str, Callable[[Op, Draw], Result]] = {
         *(grouped_output_projection, swiglu, feed_forward, router, experts, hold, pack),
         *(gather_rows, write_rows, write_keys, write_inputs, compressor_pool),
         *(indexer_logits, indexer_topk, sparse_attention, decoder_layers),
+        *index_checks.CHECKS,
     )
 }
 

@@ -29,7 +29,7 @@ from atom_vllm_bridge.models.deepseek_v4.model import Block
 from atom_vllm_bridge.models.deepseek_v4.packing import Slot, rows
 from atom_vllm_bridge.models.deepseek_v4.parallel import ALONE, Parallel
 from atom_vllm_bridge.models.deepseek_v4.plan import Plan, Tiles
-from atom_vllm_bridge.models.deepseek_v4.rope import frequencies, rotations
+from atom_vllm_bridge.models.deepseek_v4.rope import frequencies
 from atom_vllm_bridge.models.deepseek_v4.sharding import check
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, Cache, LayerState
 from atom_vllm_bridge.models.ops.registry import resolve
@@ -102,34 +102,24 @@ class BlockPlan(Plan):
 
         Positions before the sequence, or at and beyond its end, are hidden, and read as the nearest one that is not.
         """
-        table, queries, device = cache.table, tiles.size, cache.rows.device
+        table, queries = cache.table, tiles.size
 
-        def position() -> torch.Tensor:
-            step = torch.arange(window + queries, device=device)
-            return tiles.start.unsqueeze(1) + (step - window)
+        def rows() -> tuple[torch.Tensor, torch.Tensor]:
+            return self._op("block_rows")(
+                cache.blocks(),
+                tiles.request,
+                tiles.start,
+                self.batch.seq_lens,
+                queries,
+                window,
+            )
 
-        def hidden() -> torch.Tensor:
-            at = position()
-            outside = (at < 0) | (at >= self._end(tiles).unsqueeze(1))
-            return outside.unsqueeze(1).expand(-1, queries, -1).contiguous()
-
-        def ids() -> torch.Tensor:
-            last = (self._end(tiles) - 1).clamp_(min=0)
-            at = torch.minimum(position().clamp_(min=0), last.unsqueeze(1))
-            return cache.row_ids(tiles.request, at)
-
-        return Keys(
-            cache.rows,
-            table.derive(f"block {window} {queries} {cache.pitch}", ids),
-            table.derive(f"block hidden {window} {queries}", hidden),
-            ragged=cache.listed(tiles.request.numel() * queries, window + queries),
-        )
+        ids, hidden = table.derive(f"block {window} {queries} {cache.pitch}", rows)
+        lists = cache.listed(tiles.request.numel() * queries, window + queries)
+        return Keys(cache.rows, ids, hidden, ragged=lists)
 
     def _list_tiles(self) -> Tiles:
         return self.tiles(self.tile_size(0))
-
-    def _end(self, tiles: Tiles) -> torch.Tensor:
-        return self.batch.seq_lens.long()[tiles.request]
 
 
 class DSparkDraft(nn.Module):
@@ -185,6 +175,7 @@ class DSparkDraft(nn.Module):
         )
         self.linear = resolve("linear", device)
         self.rms_norm = resolve("rms_norm", device)
+        self.rotations = resolve("rotations", device)
         theta = frequencies(config, compressed=False).to(device)
         self.register_buffer("theta", theta, persistent=False)
         self.requires_grad_(False)
@@ -204,7 +195,7 @@ class DSparkDraft(nn.Module):
             positions: [T] int64; of rows that are not written, anything.
             windows: a stage's cache each; their slots say where, −1 for nowhere.
         """
-        rotation = rotations(positions.clamp(min=0), self.theta)
+        rotation = self.rotations(positions.clamp(min=0), self.theta)
         for stage, window in zip(self.stages, windows, strict=True):
             stage.attn.write_kv(stage.attn.project_kv(context), rotation, window)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from atom_vllm_bridge.models.deepseek_v4.compressor import Compressor
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
-from atom_vllm_bridge.models.deepseek_v4.plan import TILE_BYTES, Plan
+from atom_vllm_bridge.models.deepseek_v4.plan import EVERY, TILE_BYTES, Plan
 from atom_vllm_bridge.models.deepseek_v4.state import Cache
 from atom_vllm_bridge.models.ops.registry import resolve
 from atom_vllm_bridge.models.quantization.kv_codecs import RowCodec
@@ -61,12 +61,13 @@ class Indexer(nn.Module):
         query = query.float().unflatten(-1, (self.num_heads, self.dim))
         query = tiles.split(self.rope(query, plan.compress_rotation))
         weight = tiles.split(weight.float() * self.scale)
-        available = (tiles.positions + 1) // ratio
+        available = plan.available(tiles, ratio)
         most = MOST_BYTES.get(query.device.type, TILE_BYTES)
         step = max(1, most // (query_bytes * tiles.size))
         selected = []
-        for first in range(0, query.shape[0], step):
-            at = slice(first, first + step)
+        tile_count = query.shape[0]
+        for first in range(0, tile_count, step):
+            at = slice(first, first + step) if step < tile_count else EVERY
             ids = plan.entry_ids(index, tiles, at)
             scores = self.indexer_logits(
                 query[at], weight[at], index.rows, ids, self.codec, available[at]

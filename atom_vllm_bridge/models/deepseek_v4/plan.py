@@ -10,14 +10,15 @@ from functools import cached_property
 import torch
 
 from atom_vllm_bridge.models.deepseek_v4.config import SLIDING
-from atom_vllm_bridge.models.deepseek_v4.rope import rotations
 from atom_vllm_bridge.models.deepseek_v4.state import Batch, BlockTable, Cache
 from atom_vllm_bridge.models.ops.ragged import Ragged, ragged
+from atom_vllm_bridge.models.ops.registry import Op, resolved
 from atom_vllm_bridge.models.ops.torch.sparse_attention import Keys
 
 TILE_SIZES = (128, 64, 32, 16, 8, 4, 2, 1)
 # Scores of one tile may take so much.
 TILE_BYTES = 16 << 20
+EVERY = slice(None)
 # Fetching the keys of a tile costs about as much as computing so many queries.
 TILE_COST = 8
 
@@ -28,31 +29,31 @@ class Tiles:
 
     Attributes:
         request: [N] int64.
-        token: [N, Q] int64, place of a tile's queries in the batch; beyond the tile's end: any token.
+        size: Q, queries a tile.
         start: [N] int64, position of the first query.
         last: [N] int64, position of the last query, at least 0.
-        place: [T] int64, place of a token in the flattened tiles, or None where that is the token's own number.
+        token: [N, Q] int64, place of a tile's queries in the batch; beyond the tile's end: any token. None where tiles are tokens.
+        place: [T] int64, place of a token in the flattened tiles; None where tiles are tokens.
     """
 
+    size: int
     request: torch.Tensor
-    token: torch.Tensor
     start: torch.Tensor
     last: torch.Tensor
-    place: torch.Tensor | None
-
-    @property
-    def size(self) -> int:
-        return self.token.shape[1]
+    token: torch.Tensor | None = None
+    place: torch.Tensor | None = None
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """[N, Q] int64; beyond the tile's end they go on counting."""
+        if self.size == 1:
+            return self.start.unsqueeze(1)
         step = torch.arange(self.size, device=self.start.device)
         return self.start.unsqueeze(1) + step
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """[T, ...] → [N, Q, ...]."""
-        if self.place is None:
+        if self.token is None:
             return x.unsqueeze(1)
         return x.index_select(0, self.token.flatten()).unflatten(0, self.token.shape)
 
@@ -97,16 +98,20 @@ class Plan:
         self._compress_theta = compress_theta
         self._tiles: dict[int, Tiles] = {}
         self._phase: dict[int, torch.Tensor] = {}
+        self._available: dict[tuple[int, int], torch.Tensor] = {}
+
+    def _op(self, name: str) -> Op:
+        return resolved(name, self.positions.device)
 
     @cached_property
     def sliding_rotation(self) -> torch.Tensor:
         """[T, P] complex64, for sliding layers."""
-        return rotations(self.positions, self._theta)
+        return self._op("rotations")(self.positions, self._theta)
 
     @cached_property
     def compress_rotation(self) -> torch.Tensor:
         """[T, P] complex64, for compressed layers and the indexer's queries."""
-        return rotations(self.positions, self._compress_theta)
+        return self._op("rotations")(self.positions, self._compress_theta)
 
     def rotation(self, layer_type: str) -> torch.Tensor:
         """[T, P] complex64, for queries and raw keys of a layer."""
@@ -145,38 +150,24 @@ class Plan:
         return self._tiles[size]
 
     def _cut(self, size: int) -> Tiles:
-        batch, device = self.batch, self.positions.device
-        token = torch.arange(self.tokens, device=device)
+        request = self.batch.request_of_token
         if size == 1:
-            return Tiles(
-                batch.request_of_token,
-                token.unsqueeze(1),
-                self.positions,
-                self.positions,
-                None,
-            )
-        first = batch.query_start_loc[:-1].long()
-        length = batch.query_start_loc[1:] - first
-        end = ((length + size - 1) // size).cumsum(0)
-        begin = torch.cat((end.new_zeros(1), end[:-1]))
-        count = self._tile_count(size)
-        tile = torch.arange(count, device=device)
-        request = torch.bucketize(tile, end, right=True).clamp_(max=self.requests - 1)
-        offset = (tile - begin[request]) * size
-        valid = (length[request] - offset).clamp_(max=size)
-        lead = (first[request] + offset).clamp_(max=self.tokens - 1)
-        start = self.positions[lead]
-        step = torch.arange(size, device=device)
-        owner = batch.request_of_token
-        within = token - first[owner]
-        place = (begin[owner] + within // size) * size + within % size
-        return Tiles(
+            return Tiles(1, request, self.positions, self.positions)
+        owner, token, start, last, place = self._op("tiles")(
+            self.batch.query_start_loc,
             request,
-            (lead.unsqueeze(1) + step).clamp_(max=self.tokens - 1),
-            start,
-            (start + valid - 1).clamp_(min=0),
-            place.clamp_(max=count * size - 1),
+            self.positions,
+            size,
+            self._tile_count(size),
         )
+        return Tiles(size, owner, start, last, token, place)
+
+    def available(self, tiles: Tiles, ratio: int) -> torch.Tensor:
+        """[N, Q] int64, how many entries each query may see."""
+        key = tiles.size, ratio
+        if key not in self._available:
+            self._available[key] = (tiles.positions + 1) // ratio
+        return self._available[key]
 
     def window_keys(self, cache: Cache, tiles: Tiles, window: int) -> Keys:
         """The raw keys of each tile: `window` of them for each query, its own the last.
@@ -184,28 +175,22 @@ class Plan:
         Positions before the first key that is there, or after the tile's last query, are hidden from all its queries, and
         read as the nearest position that is not.
         """
-        table, pitch = cache.table, cache.pitch
+        batch, table = self.batch, cache.table
 
-        def hidden() -> torch.Tensor:
-            step = torch.arange(tiles.size + window - 1, device=table.blocks.device)
-            query = step[: tiles.size].unsqueeze(1)
-            outside = (step < query) | (step > query + window - 1)
-            position = tiles.start.unsqueeze(1) + (step - (window - 1))
-            return outside | (position < self._visible_from(tiles)).unsqueeze(1)
+        def rows() -> tuple[torch.Tensor, torch.Tensor]:
+            return self._op("window_rows")(
+                cache.blocks(),
+                tiles.request,
+                tiles.start,
+                tiles.last,
+                batch.visible_from,
+                tiles.size,
+                window,
+            )
 
-        def ids() -> torch.Tensor:
-            step = torch.arange(tiles.size + window - 1, device=table.blocks.device)
-            position = tiles.start.unsqueeze(1) + (step - (window - 1))
-            position = position.clamp_(min=self._visible_from(tiles))
-            position = torch.minimum(position, tiles.last.unsqueeze(1))
-            return cache.row_ids(tiles.request, position)
-
-        return Keys(
-            cache.rows,
-            table.derive(f"window {window} {tiles.size} {pitch}", ids),
-            table.derive(f"window hidden {window} {tiles.size}", hidden),
-            ragged=cache.listed(self.tokens, window) if tiles.place is None else None,
-        )
+        ids, hidden = table.derive(f"window {window} {tiles.size} {cache.pitch}", rows)
+        lists = cache.listed(self.tokens, window) if tiles.place is None else None
+        return Keys(cache.rows, ids, hidden, ragged=lists)
 
     def window_lists(self, table: BlockTable, window: int, out: Ragged) -> None:
         """Write into `out` what `window_keys` gives a layer whose rows have the group's slots as ids, a list for each query.
@@ -220,49 +205,42 @@ class Plan:
     def _list_tiles(self) -> Tiles:
         return self.tiles(1)
 
-    def _visible_from(self, tiles: Tiles) -> torch.Tensor | int:
-        """[N, 1], or one number for all tiles: the first position whose raw key is there."""
-        first = self.batch.visible_from
-        return 0 if first is None else first[tiles.request].unsqueeze(1)
-
     def entry_keys(self, cache: Cache, tiles: Tiles) -> Keys:
         """All entries that a query may see: entry j of ratio r is seen from position (j + 1) · r − 1 on."""
-        table, ratio = cache.table, cache.table.tokens_per_row
-        entry = torch.arange(self.entries(ratio), device=table.blocks.device)
+        ids, hidden, none = cache.table.derive(
+            f"entries {tiles.size} {cache.pitch}",
+            lambda: self._entry_rows(cache, tiles, tiles.size),
+        )
+        return Keys(cache.rows, ids, hidden, none)
 
-        def hidden() -> torch.Tensor:
-            return entry >= ((tiles.positions + 1) // ratio).unsqueeze(-1)
-
-        return Keys(
-            cache.rows,
-            table.derive(
-                f"entries {tiles.size} {cache.pitch}",
-                lambda: self.entry_ids(cache, tiles),
-            ),
-            table.derive(f"entries hidden {tiles.size}", hidden),
-            table.derive(
-                f"no entry {tiles.size}",
-                lambda: (tiles.last + 1 < ratio).view(-1, 1, 1),
-            ),
+    def entry_ids(self, cache: Cache, tiles: Tiles, at: slice = EVERY) -> torch.Tensor:
+        """[N, E] int64, ids of entries 0 … E − 1 of the tiles `at`; those that no query of a tile sees read as the last that one does."""
+        if at != EVERY:
+            return self._entry_rows(cache, tiles, 0, at)[0]
+        return cache.table.derive(
+            f"entry ids {tiles.size} {cache.pitch}",
+            lambda: self._entry_rows(cache, tiles, 0)[0],
         )
 
-    def entry_ids(
-        self, cache: Cache, tiles: Tiles, at: slice = slice(None)
-    ) -> torch.Tensor:
-        """[N, E] int64, ids of entries 0 … E − 1 of the tiles `at`; those that no query of a tile sees read as the last that one does."""
+    def _entry_rows(
+        self, cache: Cache, tiles: Tiles, queries: int, at: slice = EVERY
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ratio = cache.table.tokens_per_row
-        entry = torch.arange(self.entries(ratio), device=cache.rows.device)
-        last = (tiles.last[at] + 1) // ratio - 1
-        seen = torch.minimum(entry, last.clamp_(min=0).unsqueeze(1))
-        return cache.row_ids(tiles.request[at], seen)
+        return self._op("entry_rows")(
+            cache.blocks(),
+            tiles.request[at],
+            tiles.start[at],
+            tiles.last[at],
+            queries,
+            self.entries(ratio),
+            ratio,
+        )
 
     def selected_keys(self, cache: Cache, tiles: Tiles, selected: torch.Tensor) -> Keys:
         """The entries that the indexer selected, [T, k] with −1 after the last.
 
         Tiles of one query read their k entries; larger ones read all entries and hide those that were not selected.
         """
-        table, ratio = cache.table, cache.table.tokens_per_row
-        k = selected.shape[1]
         if tiles.place is not None:
             every = self.entry_keys(cache, tiles)
             entries = every.hidden.shape[2]
@@ -270,17 +248,9 @@ class Plan:
             chosen = tiles.split(selected)
             hidden.scatter_(2, torch.where(chosen < 0, entries, chosen), False)
             return Keys(cache.rows, every.ids, hidden[..., :entries], every.none)
-
-        def hidden_() -> torch.Tensor:
-            step = torch.arange(k, device=selected.device)
-            return step >= ((tiles.positions + 1) // ratio).unsqueeze(-1)
-
-        return Keys(
-            cache.rows,
-            cache.row_ids(tiles.request, selected.clamp(min=0)),
-            table.derive(f"selected hidden {k}", hidden_),
-            table.derive("no entry 1", lambda: (tiles.last + 1 < ratio).view(-1, 1, 1)),
-        )
+        ids, hidden = self._op("selected_rows")(cache.blocks(), tiles.request, selected)
+        # The best comes first.
+        return Keys(cache.rows, ids, hidden, hidden[..., :1])
 
     def pool(self, parts: Cache, compressed: Cache, overlap: bool) -> Pool | None:
         """What the compressor pools in this step, and where entries go; None: nothing, which only a CPU looks up, where that stalls nothing.
@@ -299,39 +269,28 @@ class Plan:
         return pool
 
     def _pool(self, parts: Cache, compressed: Cache, overlap: bool) -> Pool | None:
-        device, ratio = self.positions.device, compressed.table.tokens_per_row
-        width = 2 * ratio if overlap else ratio
-        slots = compressed.slot_ids()
-        completes = (self.phase(ratio) == ratio - 1) & (slots >= 0)
-        if device.type == "cpu" and not completes.any():
-            return None
-        token = torch.arange(self.tokens, device=device)
+        table, ratio = compressed.table, compressed.table.tokens_per_row
+        if self.positions.device.type == "cpu":
+            completes = (self.phase(ratio) == ratio - 1) & (table.slots >= 0)
+            if not completes.any():
+                return None
         # A request of q tokens completes at most q // ratio + 1 entries.
         count = min(self.tokens, self.tokens // ratio + self.requests)
-        if count < self.tokens:
-            place = torch.where(completes, completes.cumsum(0) - 1, count)
-            packed = token.new_zeros(count + 1).scatter_(0, place, token)[:count]
-            completes = token[:count] < completes.sum()
-            token = packed
-        position = self.positions[token]
-        back = torch.arange(width, device=device)
-        source = position.unsqueeze(1) + (back - (width - 1))
-        unseen = source < 0
-        # What is not pooled reads the token's own row, which this step has written.
-        read = ~unseen & completes.unsqueeze(1)
-        source = torch.where(read, source, position.unsqueeze(1))
-        half = 2 if overlap else 1
-        ids = parts.row_ids(self.batch.request_of_token[token], source, 2 * half)
-        if overlap:
-            ids = ids + (back >= ratio)
         return Pool(
-            torch.stack((ids, ids + half), 1),
-            unseen,
-            torch.where(completes, slots[token], -1),
-            self.group_rotation(token, ratio),
+            *self._op("pooled_rows")(
+                parts.blocks(4 if overlap else 2),
+                compressed.blocks(),
+                self.batch.request_of_token,
+                self.positions,
+                table.slots,
+                count,
+                ratio,
+                2 * ratio if overlap else ratio,
+                self._compress_theta,
+            )
         )
 
     def group_rotation(self, token: torch.Tensor, ratio: int) -> torch.Tensor:
         """[M, P] complex64, at the first position of the groups of `ratio` that tokens [M] are in."""
         position = self.positions[token] // ratio * ratio
-        return rotations(position, self._compress_theta)
+        return self._op("rotations")(position, self._compress_theta)

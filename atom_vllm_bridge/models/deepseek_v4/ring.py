@@ -16,6 +16,8 @@ from atom_vllm_bridge.models.deepseek_v4.state import (
     Cache,
     CacheShape,
 )
+from atom_vllm_bridge.models.ops.blocks import Blocks
+from atom_vllm_bridge.models.ops.registry import resolved
 
 # A heavily compressed layer's 128 rows of float32 would make rings so wide that all others waste their blocks; a prefix hit
 # finds those rows empty anyway.
@@ -52,59 +54,63 @@ def ring_table(
         length: rows a ring.
         reach: tokens before its own that a token reads.
     """
-    block = blocks[:, 0].long()[batch.request_of_token]
-    block = torch.where(batch.owned, block, 0)
-    return RingTable(
-        blocks, ring_slots(block, batch.positions, length), length, reach=reach
-    )
+    positions, request = batch.positions, batch.request_of_token
+    ring_slots = resolved("ring_slots", positions.device)
+    slots = ring_slots(blocks, batch.query_start_loc, request, positions, length)
+    return RingTable(blocks, slots, length, reach=reach)
 
 
-def ring_slots(
-    block: torch.Tensor, positions: torch.Tensor, length: int
-) -> torch.Tensor:
-    """Where tokens go: each to the row of its position, unless a later token of the step goes there too.
-
-    Args:
-        block: [T] int64, the block of each token's ring; 0: none.
-        positions: [T] int64, consecutive for the tokens of a ring.
-        length: rows a ring.
-
-    Returns:
-        [T] int64, block · length + row; −1: nowhere.
-    """
-    written = block > 0
-    if positions.numel() > length:
-        # Padding may hold any position.
-        apart = positions[length:] - positions[:-length]
-        overtaken = (block[length:] == block[:-length]) & (apart == length)
-        written[:-length] &= ~overtaken
-    return torch.where(written, block * length + positions % length, -1)
-
-
-@dataclass
-class _Unrolled(BlockTable):
+@dataclass(frozen=True)
+class _Unrolled(Blocks):
     """One block of rows: the step's tokens in their order, then for each request the `reach` rows before its first token.
 
     Attributes:
         start: [R] int64, position of a request's first token in the step.
         first: [R] int64, that token's place in the step.
+        tokens: in the step.
         reach: rows kept from before the step.
+    """
+
+    start: torch.Tensor = field(kw_only=True)
+    first: torch.Tensor = field(kw_only=True)
+    tokens: int = field(kw_only=True)
+    reach: int = field(kw_only=True)
+
+    plain = False
+
+    def ids(self, request: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        shape = (-1, *(1,) * (row.dim() - 1))
+        within = row - self.start[request].view(shape)
+        now = self.first[request].view(shape) + within
+        before = (request + 1).view(shape) * self.reach + within + self.tokens
+        place = torch.where(within >= 0, now, before)
+        # Padding asks for rows that no token has.
+        return place.clamp_(0, self.per_block - 1).mul_(self.parts)
+
+
+@dataclass
+class _UnrolledTable(BlockTable):
+    """The table of a step's rings unrolled.
+
+    Attributes:
+        start, first, reach: as of `_Unrolled`.
     """
 
     start: torch.Tensor = field(kw_only=True)
     first: torch.Tensor = field(kw_only=True)
     reach: int = field(kw_only=True)
 
-    def row_ids(
-        self, request: torch.Tensor, row: torch.Tensor, pitch: int, parts: int
-    ) -> torch.Tensor:
-        shape = (-1, *(1,) * (row.dim() - 1))
-        within = row - self.start[request].view(shape)
-        now = self.first[request].view(shape) + within
-        before = (request + 1).view(shape) * self.reach + within + self.slots.numel()
-        place = torch.where(within >= 0, now, before)
-        # Padding asks for rows that no token has.
-        return place.clamp_(0, self.block_size - 1).mul_(parts)
+    def addresses(self, pitch: int, parts: int) -> Blocks:
+        return _Unrolled(
+            self.blocks,
+            self.block_size,
+            pitch,
+            parts,
+            start=self.start,
+            first=self.first,
+            tokens=self.slots.numel(),
+            reach=self.reach,
+        )
 
 
 def unrolled(
@@ -129,7 +135,7 @@ def unrolled(
         back = torch.arange(-ring.reach, 0, device=ring.slots.device)
         position = (table.start.unsqueeze(1) + back).clamp_(min=0)
         request = torch.arange(requests, device=back.device)
-        return cache.row_ids(request, position).flatten()
+        return cache.blocks().ids(request, position).flatten()
 
     rows = cache.rows.new_zeros(1, table.block_size, cache.rows.shape[-1])
     ids = ring.derive(f"before {cache.pitch}", before)
@@ -137,11 +143,11 @@ def unrolled(
     return Cache(rows, table)
 
 
-def _unrolled_table(ring: RingTable, batch: Batch) -> _Unrolled:
+def _unrolled_table(ring: RingTable, batch: Batch) -> _UnrolledTable:
     tokens, requests = batch.positions.numel(), len(ring.blocks)
     first = batch.query_start_loc[:-1].long()
     length = batch.query_start_loc[1:] - first
-    return _Unrolled(
+    return _UnrolledTable(
         ring.blocks,
         torch.arange(tokens, device=first.device),
         tokens + requests * ring.reach,

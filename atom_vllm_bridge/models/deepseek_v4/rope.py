@@ -41,9 +41,3 @@ def _kept(yarn: Yarn, base: float, dim: int) -> torch.Tensor:
     high = min(math.ceil(dim_of(yarn.beta_slow)), dim - 1)
     index = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
     return 1 - ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
-
-
-def rotations(positions: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
-    """e^(i · position · θ): [*positions.shape, P] complex64 for `theta` [P] float32."""
-    angle = positions.unsqueeze(-1).float() * theta
-    return torch.polar(torch.ones_like(angle), angle)

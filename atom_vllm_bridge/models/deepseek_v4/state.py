@@ -15,7 +15,9 @@ from typing import TypeVar
 import torch
 
 from atom_vllm_bridge.models.deepseek_v4.config import CSA, DeepseekV4Config
+from atom_vllm_bridge.models.ops.blocks import Blocks
 from atom_vllm_bridge.models.ops.ragged import Ragged
+from atom_vllm_bridge.models.ops.registry import resolved
 from atom_vllm_bridge.models.ops.rows import pitch
 from atom_vllm_bridge.models.quantization.kv_codecs import KVCodec
 
@@ -80,15 +82,9 @@ class BlockTable:
         """Whether a step of so many tokens a request may write them all before it reads."""
         return True
 
-    def row_ids(
-        self, request: torch.Tensor, row: torch.Tensor, pitch: int, parts: int
-    ) -> torch.Tensor:
-        """`Cache.row_ids`, for caches of this pitch."""
-        width, per_block = self.blocks.shape[1], self.rows_per_block
-        column = (row // per_block).clamp_(max=width - 1)
-        first = (request * width).view(-1, *(1,) * (row.dim() - 1))
-        block = torch.take(self.blocks, column.add_(first)).long()
-        return block.mul_(pitch).add_(row % per_block * parts)
+    def addresses(self, pitch: int, parts: int) -> Blocks:
+        """Where the rows of the group lie in caches of this pitch; a row is cut into `parts` of theirs."""
+        return Blocks(self.blocks, self.rows_per_block, pitch, parts)
 
     def derive(self, name: str, make: Callable[[], T]) -> T:
         """Index tensors that all layers of the group share are made once a step."""
@@ -114,20 +110,13 @@ class Cache:
         """Row ids from one block to the next; layers of a group may differ (`ops/rows.py`)."""
         return pitch(self.rows)
 
-    def row_ids(
-        self, request: torch.Tensor, row: torch.Tensor, parts: int = 1
-    ) -> torch.Tensor:
-        """Ids of rows by their order in a request.
+    def blocks(self, parts: int = 1) -> Blocks:
+        """Where the group's rows, by their order in a request (position // tokens_per_row), lie in `rows`.
 
         Args:
-            request: [N] int64.
-            row: [N, ...] int64, position // tokens_per_row; beyond the block table: its last block.
             parts: into how many rows of `rows` a row of the group is cut.
-
-        Returns:
-            [N, ...] int64 ids for `gather_rows`; of the first part.
         """
-        return self.table.row_ids(request, row, self.pitch, parts)
+        return self.table.addresses(self.pitch, parts)
 
     def listed(self, lists: int, most: int) -> Ragged | None:
         """The group's lists as ids of rows: the first `lists`, of at most `most` rows each; None: there are none."""
@@ -151,13 +140,12 @@ class Cache:
     def slot_ids(self) -> torch.Tensor:
         """[T] int64, ids of the rows to which tokens belong; −1: the token writes nothing."""
         table, pitch_ = self.table, self.pitch
-
-        def make() -> torch.Tensor:
-            block = table.slots // table.block_size
-            row = (table.slots % table.block_size) // table.tokens_per_row
-            return torch.where(table.slots >= 0, block * pitch_ + row, -1)
-
-        return table.derive(f"slots {pitch_}", make)
+        slots, per_row = table.slots, table.tokens_per_row
+        slot_rows = resolved("slot_rows", slots.device)
+        return table.derive(
+            f"slots {pitch_}",
+            lambda: slot_rows(slots, table.block_size, per_row, pitch_),
+        )
 
 
 @dataclass
@@ -192,17 +180,10 @@ class Batch:
     visible_from: torch.Tensor | None = None
 
     @cached_property
-    def owned(self) -> torch.Tensor:
-        """[T] bool, whether a token is a request's; the others are padding."""
-        tokens = torch.arange(self.positions.numel(), device=self.positions.device)
-        return tokens < self.query_start_loc[-1]
-
-    @cached_property
     def request_of_token(self) -> torch.Tensor:
         """[T] int64. Tokens past the last request's (padding) count to the last request."""
-        tokens = torch.arange(self.positions.numel(), device=self.positions.device)
-        ends = self.query_start_loc[1:].to(tokens.dtype)
-        return torch.bucketize(tokens, ends, right=True).clamp_(max=ends.numel() - 1)
+        look_up = resolved("request_of_token", self.positions.device)
+        return look_up(self.query_start_loc, self.positions.numel())
 
 
 def window_cache(config: DeepseekV4Config, codec: KVCodec) -> CacheShape:

@@ -108,6 +108,7 @@ _providers: dict[str, Provider] = {
 _preferred: tuple[str, ...] = ()
 _pinned: dict[str, str] = {}
 _choices: dict[tuple[str, str], Choice] = {}
+_resolved: dict[tuple[str, str], Op] = {}
 
 
 def register(provider: Provider, *, first: bool = True) -> None:
@@ -120,6 +121,7 @@ def register(provider: Provider, *, first: bool = True) -> None:
     others = {} if first else {n: _providers.pop(n) for n in [*_providers][1:]}
     _providers[provider.name] = provider
     _providers.update(others)
+    _resolved.clear()
 
 
 def providers() -> tuple[str, ...]:
@@ -198,6 +200,7 @@ def configure(spec: str) -> None:
             )
     _preferred, _pinned = tuple(preferred), pinned
     _choices.clear()
+    _resolved.clear()
 
 
 def resolve(op: str, device: torch.device | str) -> Op:
@@ -236,6 +239,14 @@ def resolve(op: str, device: torch.device | str) -> Op:
             _choices[op, device.type] = Choice(op, device.type, name, why)
             return function
     raise ValueError(f"ops: no provider has {op!r}; there are {', '.join(names())}.")
+
+
+def resolved(op: str, device: torch.device) -> Op:
+    """`resolve`, remembered until a setting or a provider changes: for what no module asks for when it is built, but every step."""
+    key = op, device.type
+    if key not in _resolved:
+        _resolved[key] = resolve(op, device)
+    return _resolved[key]
 
 
 def table() -> list[Choice]:
