@@ -7,6 +7,7 @@ times and in any order.
 
 import logging
 import os
+from typing import Any
 
 from atom_vllm_bridge import compat, rocm_atom
 from atom_vllm_bridge.patches import registry
@@ -123,7 +124,8 @@ def register_models() -> None:
         beside_atom.extend(current_platform)
         logger.info(
             "ROCm/ATOM is installed and the platform, %s, left to it: DeepSeek-V4 with its MTP and DSpark drafts is "
-            "atom-vllm-bridge's, every other model as without it. ATOM_BRIDGE_DISABLE=1 leaves all to ATOM.",
+            "atom-vllm-bridge's unless the setting model is atom, every other model as without it. ATOM_BRIDGE_DISABLE=1 leaves "
+            "all to ATOM.",
             name,
         )
 
@@ -143,14 +145,25 @@ def register_models() -> None:
         )
 
 
+# What an architecture meant before it meant the bridge's class: vLLM's own, or ATOM's.
+_BEFORE: dict[str, Any] = {}
+
+
 def register_classes() -> None:
-    """Have vLLM's architecture names mean the bridge's classes."""
+    """Have vLLM's architecture names mean the bridge's classes, or what they meant before, where ATOM's model is chosen."""
     from vllm.model_executor.models.registry import ModelRegistry
 
+    left = rocm_atom.serves_deepseek_v4(os.environ)
     for architecture, path in MODELS.items():
         known = ModelRegistry.models.get(architecture)
-        if (
-            f"{getattr(known, 'module_name', '')}:{getattr(known, 'class_name', '')}"
-            != path
-        ):
-            ModelRegistry.register_model(architecture, path)
+        if class_of(known) != path:
+            _BEFORE[architecture] = known
+            if not left:
+                ModelRegistry.register_model(architecture, path)
+        elif left and _BEFORE.get(architecture) is not None:
+            ModelRegistry.models[architecture] = _BEFORE[architecture]
+
+
+def class_of(registered: Any) -> str:
+    """Of an entry of vLLM's registry, "module:class"."""
+    return f"{getattr(registered, 'module_name', '')}:{getattr(registered, 'class_name', '')}"

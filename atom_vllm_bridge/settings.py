@@ -17,6 +17,8 @@ SECTION = "atom"
 PREFIX = "ATOM_BRIDGE_"
 STATE_LAYOUTS = ("paged", "ring")
 ROLLBACKS = ("exact", "atom", "window")
+NATIVE, ATOM = "native", "atom"
+MODEL = "ATOM_BRIDGE_MODEL"
 
 _NUMBER = ", or a number"
 _SWITCH = {"1": True, "true": True, "0": False, "false": False, "": False}
@@ -64,6 +66,15 @@ class Settings:
         "Patches to leave out, by their ids in [patches.md](patches.md), separated by commas; one that DeepSeek-V4 needs "
         "on the device in use stops the start with one line.",
         variable="ATOM_BRIDGE_DISABLE_PATCH",
+    )
+    model: str = _setting(
+        NATIVE,
+        "Which model serves DeepSeek-V4. `native`: this project's. `atom`: that of an installed ROCm/ATOM, on AMD GPUs "
+        "([amd.md](amd.md#atoms-own-deepseek-v4)); the other keys are the native model's. In Python, for `LLM` and "
+        "`AsyncLLM`, set the variable.",
+        variable=MODEL,
+        in_config=True,
+        choices=(NATIVE, ATOM),
     )
     ops: str = _setting(
         "",

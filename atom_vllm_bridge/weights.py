@@ -1,5 +1,6 @@
 """From a published checkpoint to the model's parameters: every tensor consumed once, or the load stops and names it."""
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 )
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from atom_vllm_bridge import dummy_weights, snapshots
+from atom_vllm_bridge import dummy_weights, rocm_atom, snapshots
 from atom_vllm_bridge.models.deepseek_v4 import loading
 from atom_vllm_bridge.models.deepseek_v4.packing import pack
 from atom_vllm_bridge.models.deepseek_v4.shards import INDEX
@@ -46,6 +47,8 @@ class CheckpointFormat(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
+        if rocm_atom.serves_deepseek_v4(os.environ):
+            return None
         if user_quant == CHECKPOINT_FORMAT:
             return CHECKPOINT_FORMAT
         published = (

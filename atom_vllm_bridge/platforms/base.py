@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from atom_vllm_bridge import engine_ops, metrics, snapshots
+from atom_vllm_bridge import engine_ops, metrics, rocm_atom, snapshots
 from atom_vllm_bridge.models.deepseek_v4 import checkpoint, sharding
 from atom_vllm_bridge.models.deepseek_v4.config import DeepseekV4Config
 from atom_vllm_bridge.models.deepseek_v4.dspark import DSparkConfig
 from atom_vllm_bridge.models.deepseek_v4.shards import check_shards
 from atom_vllm_bridge.patches import early_look
 from atom_vllm_bridge.patches.registry import PATCHES, VARIABLE, load
+from atom_vllm_bridge.platforms import atoms_model
 from atom_vllm_bridge.platforms.refusal import Refused, prepare_command_line
 from atom_vllm_bridge.settings import Settings
 
@@ -44,6 +45,10 @@ BLOCK_SIZE = 128
 
 def serves(vllm_config: "VllmConfig") -> bool:
     """Whether the configuration is of a model that the bridge brings."""
+    return is_deepseek_v4(vllm_config) and not rocm_atom.serves_deepseek_v4(os.environ)
+
+
+def is_deepseek_v4(vllm_config: "VllmConfig") -> bool:
     model = vllm_config.model_config
     return model is not None and ARCHITECTURE in (model.architectures or ())
 
@@ -313,7 +318,7 @@ class AtomPlatform:
     ) -> None:
         super().pre_register_and_update(parser)  # type: ignore[misc]
         if parser is not None:
-            prepare_command_line(parser)
+            prepare_command_line(parser, atoms_model.choose)
         else:
             # A configuration is about to be made.
             if _note_what_is_asked not in early_look.LOOKS:
@@ -331,13 +336,15 @@ class AtomPlatform:
         """Validate and complete the configuration.
 
         Raises:
-            Refused: the "atom" part of --additional-config is malformed, or see `refuse_what_cannot_be_honoured` and
-                `refuse_an_unfit_checkpoint`.
+            Refused: the "atom" part of --additional-config is malformed, or see `refuse_what_cannot_be_honoured`,
+                `refuse_an_unfit_checkpoint` and `atoms_model.refuse_what_it_cannot_honour`.
         """
         try:
             settings = Settings.read(vllm_config.additional_config, os.environ)
         except ValueError as error:
             raise Refused(str(error)) from None
+        if is_deepseek_v4(vllm_config):
+            atoms_model.refuse_what_it_cannot_honour(vllm_config, settings)
         if not serves(vllm_config):
             super().check_and_update_config(vllm_config)  # type: ignore[misc]
             return

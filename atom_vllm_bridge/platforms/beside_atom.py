@@ -1,10 +1,11 @@
 """AMD GPUs where ROCm/ATOM's plugin brought the platform: it answers for every model but DeepSeek-V4."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.platforms.rocm import RocmPlatform
 
 from atom_vllm_bridge.platforms.rocm import AtomOnRocm, AtomRocmPlatform
+from atom_vllm_bridge.settings import MODEL
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,11 +22,13 @@ def extend(platform: Any) -> None:
     platform.__class__ = AtomRocmPlatform if kind is RocmPlatform else _beside(kind)
 
 
-def _beside(kind: type) -> type:
+def _beside(kind: Any) -> type:
     class AtomBesidePlatform(AtomOnRocm, kind):
         """The given platform, and the bridge's answers for DeepSeek-V4."""
 
         left_to = kind.__name__
+        # Ray hands these on; processes of this machine inherit them.
+        additional_env_vars: ClassVar[list[str]] = [*kind.additional_env_vars, MODEL]
 
         @classmethod
         def _check_of_vllm(cls, vllm_config: "VllmConfig") -> None:

@@ -19,12 +19,24 @@ class Refused(RuntimeError):
         super().__init__(f"atom-vllm-bridge: {line}")
 
 
-def prepare_command_line(parser: argparse.ArgumentParser) -> None:
-    """Let a command of vLLM end with one line where the bridge refuses, or where --additional-config is no JSON object."""
+def prepare_command_line(
+    parser: argparse.ArgumentParser, look: Callable[[dict[str, Any]], None]
+) -> None:
+    """Let a command of vLLM end with one line where the bridge refuses, or where --additional-config is no JSON object.
+
+    Args:
+        look: sees the value of --additional-config as soon as it is parsed.
+    """
     sys.excepthook = _showing_refusals(sys.excepthook)
+
+    def parse(text: str) -> dict[str, Any]:
+        value = additional_config(text)
+        look(value)
+        return value
+
     for action in parser._actions:
         if OPTION in action.option_strings:
-            action.type = additional_config
+            action.type = parse
 
 
 def additional_config(text: str) -> dict[str, Any]:

@@ -80,6 +80,68 @@ def who_configures(checkpoints: dict[str, str], options: str) -> dict[str, Any]:
     return {"seen": ATOMPlatform.configured, "became": became}
 
 
+def whose_model(checkpoints: dict[str, str], asked: list[list[Any]]) -> dict[str, Any]:
+    """Whose DeepSeek-V4 a configuration is made for.
+
+    Args:
+        checkpoints: by name.
+        asked: triples of a checkpoint's name, options (an object: what Python passes to an engine) and environment.
+
+    Returns:
+        "became", one for each, with what the process and its platform made of it; of one that is refused, its text.
+    """
+    from vllm.model_executor.models import registry
+
+    # Another process would lack what is simulated here.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    became = []
+    for name, options, environment in asked:
+        before = dict(os.environ)
+        os.environ.update(environment)
+        try:
+            became.append(_whose(checkpoints[name], options))
+        except (RuntimeError, ValueError) as error:
+            became.append({"refused": str(error)})
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+    return {"became": became}
+
+
+def _whose(model: str, options: Any) -> dict[str, Any]:
+    from published import parsed
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.platforms import current_platform
+
+    small = {"skip_tokenizer_init": True, "max_model_len": 512}
+    if isinstance(options, str):
+        args = AsyncEngineArgs.from_cli_args(parsed(model, options))
+    else:
+        args = AsyncEngineArgs(model=model, **options)
+    for key, value in small.items():
+        setattr(args, key, value)
+    # vLLM's platforms have None for what they do not know.
+    already = len(current_platform.configured or [])
+    config = args.create_engine_config()
+    speculative = config.speculative_config
+    return {
+        "classes": {
+            name: ModelRegistry.models[name].module_name for name in ARCHITECTURES
+        },
+        "configured by ATOM": (current_platform.configured or [])[already:],
+        "pipelines": config.model_config._model_info.supports_pp,
+        "quantization": config.model_config.quantization,
+        "draft": speculative and speculative.num_speculative_tokens,
+        "mode": config.compilation_config.mode.name,
+        "graphs": config.compilation_config.cudagraph_mode.name,
+        "worker": config.parallel_config.worker_cls,
+        "v2": config.use_v2_model_runner,
+        "inherited": os.environ.get("ATOM_BRIDGE_MODEL"),
+        "for Ray": list(current_platform.additional_env_vars),
+    }
+
+
 def _configured(model: str, text: str, environment: dict[str, str]) -> dict[str, Any]:
     from published import parsed
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -27,13 +27,11 @@ def amdsmi_topo_get_link_type(one, other): return {"hops": 1, "type": 2}
 def amdsmi_topo_get_numa_node_number(handle): return 0
 """
 
-ATOM = {
-    "atom/__init__.py": "",
-    "atom/plugin/__init__.py": "",
-    "atom/plugin/vllm/__init__.py": "",
-    "atom/plugin/vllm/register.py": """
+SIGNATURES = Path(__file__).parent / "atom_signatures"
+
+REGISTER = """
 import os
-ARCHITECTURES = ["DeepseekV4ForCausalLM", "DeepSeekV4MTPModel", "DSparkDraftModel", "Qwen3ForCausalLM"]
+ARCHITECTURES = {architectures!r}
 OFF = os.environ.get("ATOM_DISABLE_VLLM_PLUGIN") == "1"
 def register_platform():
     return None if OFF else "atom.plugin.vllm.platform.ATOMPlatform"
@@ -41,10 +39,10 @@ def register_model():
     if OFF:
         return
     from vllm.model_executor.models.registry import ModelRegistry
-    for architecture in ARCHITECTURES:
-        ModelRegistry.register_model(architecture, "atom.plugin.vllm.model_wrapper:ATOMMoEForCausalLM")
-""",
-    "atom/plugin/vllm/platform.py": """
+    for architecture, path in ARCHITECTURES.items():
+        ModelRegistry.register_model(architecture, path)
+"""
+PLATFORM = """
 from vllm.platforms.rocm import RocmPlatform
 class ATOMPlatform(RocmPlatform):
     configured = []
@@ -52,15 +50,8 @@ class ATOMPlatform(RocmPlatform):
     def check_and_update_config(cls, vllm_config):
         super().check_and_update_config(vllm_config)
         ATOMPlatform.configured += vllm_config.model_config.architectures
-""",
-    "atom/plugin/vllm/model_wrapper.py": """
-from torch import nn
-class ATOMMoEForCausalLM(nn.Module):
-    def __init__(self, *, vllm_config, prefix=""): ...
-    def embed_input_ids(self, input_ids): ...
-    def forward(self, input_ids, positions): ...
-    def compute_logits(self, hidden_states): ...
-""",
+"""
+DISTRIBUTION = {
     "atom-0.1.3.dist-info/METADATA": "Metadata-Version: 2.1\nName: atom\nVersion: 0.1.3\n",
     "atom-0.1.3.dist-info/entry_points.txt": """
 [vllm.platform_plugins]
@@ -71,6 +62,41 @@ atom_model_registry = atom.plugin.vllm.register:register_model
 """,
 }
 
+
+def atom_files(
+    version: str = "later", changed: tuple[str, str] = ("", "")
+) -> dict[str, str]:
+    """Name → text of the files of ATOM's distribution, made of published signatures (atom_signatures/).
+
+    Args:
+        version: of the signatures.
+        changed: a text in them, and what stands in its place.
+    """
+    text = (SIGNATURES / f"{version}.json").read_text()
+    assert changed[0] in text
+    read = json.loads(text.replace(*changed) if changed[0] else text)
+    modules: dict[str, str] = {}
+    for path, entry in read["classes"].items():
+        module, name = path.split(":")
+        source = modules.get(module, "")
+        bases = []
+        for number, base in enumerate(entry["bases"]):
+            origin, kind = base.split(":")
+            bases.append(kind if origin == module else f"{kind}{number}")
+            if origin != module:
+                source += f"from {origin} import {kind} as {bases[-1]}\n"
+        source += f"class {name}({', '.join(bases)}):\n    pass\n"
+        for method, signature in entry["methods"].items():
+            source += f"    def {method}{signature}: ...\n"
+        modules[module] = source
+    architectures = read["architectures"]["classes"]
+    modules["atom.plugin.vllm.register"] = REGISTER.format(architectures=architectures)
+    modules["atom.plugin.vllm.platform"] = PLATFORM
+    files = {f"{module.replace('.', '/')}.py": text for module, text in modules.items()}
+    packages = ("atom", "atom/plugin", "atom/plugin/vllm")
+    return {f"{name}/__init__.py": "" for name in packages} | files | DISTRIBUTION
+
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -80,10 +106,11 @@ ENVIRONMENT = {
 }
 
 
-def lay_out(folder: Path) -> tuple[Path, Path]:
-    """Two folders for `sys.path`: with `amdsmi`, and with ATOM's distribution."""
+def lay_out(folder: Path, **of_atom: Any) -> tuple[Path, Path]:
+    """Two folders for `sys.path`: with `amdsmi`, and with ATOM's distribution, of which `of_atom` says more."""
     gpus, atom = folder / "gpus", folder / "atom"
-    for root, files in ((gpus, {"amdsmi.py": AMDSMI}), (atom, ATOM)):
+    files_of = {gpus: {"amdsmi.py": AMDSMI}, atom: atom_files(**of_atom)}
+    for root, files in files_of.items():
         for name, text in files.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(text)

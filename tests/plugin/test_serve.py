@@ -421,7 +421,7 @@ def test_the_command_ends_with_the_line_of_a_refusal_alone(tiny_checkpoint):
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == (
         'atom-vllm-bridge: "atom" in --additional-config has the unknown key '
-        "'state_layot' (did you mean state_layout?). Known are ops, state_layout, prefix_rollback; "
+        "'state_layot' (did you mean state_layout?). Known are model, ops, state_layout, prefix_rollback; "
         "remove the other."
     )
 

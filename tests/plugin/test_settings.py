@@ -18,6 +18,7 @@ def test_nothing_set_gives_the_defaults():
         disable=False,
         allow_untested=False,
         disable_patch="",
+        model="native",
         ops="",
         state_layout="paged",
     )
@@ -28,11 +29,12 @@ def test_each_source_reaches_its_setting():
     environ = {
         "ATOM_BRIDGE_DISABLE": "1",
         "ATOM_BRIDGE_ALLOW_UNTESTED": "true",
+        "ATOM_BRIDGE_MODEL": "atom",
         "ATOM_BRIDGE_OPS": "triton",
         "PATH": "/bin",
     }
     assert Settings.read(None, environ) == Settings(
-        disable=True, allow_untested=True, ops="triton"
+        disable=True, allow_untested=True, model="atom", ops="triton"
     )
     config = {"atom": {"ops": "torch", "state_layout": "paged"}, "other": {"x": 1}}
     assert Settings.read(config, {}) == Settings(ops="torch")

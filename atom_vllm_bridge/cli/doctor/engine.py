@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from atom_vllm_bridge import compat
+from atom_vllm_bridge import compat, rocm_atom
 from atom_vllm_bridge.cli.doctor.asking import Answer
 from atom_vllm_bridge.cli.doctor.report import Report
 from atom_vllm_bridge.patches import registry
-from atom_vllm_bridge.settings import Settings
+from atom_vllm_bridge.settings import ATOM, MODEL, Settings
 
 SHOWN = 20  # faults of a checkpoint
 
@@ -35,6 +35,8 @@ def platform(
         }
         return
     chosen, stock = found["chosen"], found["stock"]
+    if settings.model == ATOM and (reason := rocm_atom.absence(environ)):
+        report.faults.append(f"model = atom, but {reason}, or unset {MODEL}.")
     if chosen == found["ours"]:
         why = f"vLLM finds {stock}, which the plugin extends"
     elif found["refusal"]:
@@ -42,7 +44,12 @@ def platform(
     elif settings.disable:
         why = "ATOM_BRIDGE_DISABLE=1"
     elif found["left_to"] and found["enum"] == "ROCM":
-        why = f"the plugin leaves it to {found['left_to']} of ROCm/ATOM, and keeps DeepSeek-V4"
+        deepseek_v4 = (
+            "DeepSeek-V4 too, since model = atom"
+            if settings.model == ATOM
+            else "keeps DeepSeek-V4"
+        )
+        why = f"the plugin leaves it to {found['left_to']} of ROCm/ATOM, and {deepseek_v4}"
     elif found["ours"] is None:
         why = f"the plugin has no platform for {stock}"
         report.faults.append(
