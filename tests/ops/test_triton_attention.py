@@ -129,6 +129,28 @@ def test_attention_reads_what_is_seen_and_nothing_else(size, name, seed):
 
 
 @runs
+@KEY_CODECS
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("gaps", [(0, 8), (8, 0)])
+def test_one_program_reads_two_caches_that_lie_differently(
+    gaps, queries, name, monkeypatch
+):
+    from atom_vllm_bridge.models.ops.triton import sparse_attention as module
+
+    # Both sources in one program, and more keys than are taken without a search for the first and last that are seen.
+    monkeypatch.setattr(module, "PROGRAMS", 1)
+    draw, codec = Draw(0), CODECS[name](24, 8)
+    query, sink = draw(2, queries, 2, 24), draw(2)
+    safe, window = draw.keys(codec, 2, queries, 330, gaps[0])
+    safe2, compressed = draw.keys(codec, 2, queries, 291, gaps[1])
+    got = module.sparse_attention(query, sink, 0.2, window, compressed, codec)
+    want = resolve_from("torch", "sparse_attention")(
+        query, sink, 0.2, safe, safe2, codec
+    )
+    close(got, want, tolerance(codec))
+
+
+@runs
 @pytest.mark.parametrize(("dim", "tail"), [(148, 12), (512, 64)])
 def test_what_lies_behind_a_rows_scales_does_not_matter(dim, tail):
     draw, codec = Draw(0), fp8_ds_mla(dim, tail)

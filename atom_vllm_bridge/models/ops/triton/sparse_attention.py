@@ -1,12 +1,15 @@
 """ops/torch/sparse_attention.py without copies of keys: online softmax over blocks of keys that are read where they lie.
 
 A program has one key block after another for a tile of (query, head) pairs, normally all heads of one query: keys are shared
-by all heads, so they are read once. It skips the keys before the first and after the last that its query sees. Where there
-are too few tiles to fill the device, the keys are split among programs, and a second kernel merges their sums.
+by all heads, so they are read once. One loop takes the blocks of both sources. It skips the keys before the first and after the
+last that its query sees. Where there are too few tiles to fill the device, the keys are split among programs, and a second kernel
+merges their sums.
 
 Where rows are not float32, both products are of bfloat16 with float32 sums. A rotary tail that is stored in a type of its own
 is multiplied apart.
 """
+
+import math
 
 import torch
 import triton
@@ -109,10 +112,9 @@ def sparse_attention(
         HEADS=heads,
         PER_BLOCK=rows["PER_BLOCK"],
         ROW_STRIDE=rows["ROW_STRIDE"],
-        UNIT=rows["UNIT"],
         PER_BLOCK2=rows2["PER_BLOCK"],
         ROW_STRIDE2=rows2["ROW_STRIDE"],
-        UNIT2=rows2["UNIT"],
+        UNIT=math.gcd(rows["UNIT"], rows2["UNIT"]),
         ONE_QUERY=queries == 1 or heads % block_m == 0,
         SPLIT=splits > 1,
         BLOCK_M=block_m,
@@ -169,89 +171,6 @@ def _once(value, COPIES: tl.constexpr):
     return tl.max(value, 1) if COPIES > 1 else tl.reshape(value, (value.shape[0],))
 
 
-@triton.jit
-def _add_keys(
-    acc,
-    acc_tail,
-    top,
-    total,
-    q,
-    q_tail,
-    scale,
-    query_of,
-    rows,
-    ids,
-    hidden,
-    start,
-    stop,
-    to_query,
-    block_stride,
-    PER_BLOCK: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    UNIT: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DIM: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    ONE_QUERY: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    COPIES: tl.constexpr,
-):
-    """Keys start … stop − 1 of one source, for q [M, D]. acc [M, D] and total [M] are relative to 2^top [M].
-
-    q_tail and acc_tail [M, BLOCK_R] where rows have a tail of another type; else nothing.
-    """
-    if ONE_QUERY:
-        hidden += query_of * to_query
-        if stop - start > 4 * BLOCK_E:
-            start, stop = _seen_range(hidden, start, stop, BLOCK_E)
-    for first in range(start, stop, BLOCK_E):
-        e = first + tl.arange(0, BLOCK_E)
-        copies = e[:, None] + tl.zeros((1, COPIES), tl.int32)
-        at = begin(
-            tl.load(ids + copies, mask=copies < stop, other=0),
-            block_stride,
-            PER_BLOCK,
-            ROW_STRIDE,
-            UNIT,
-        )
-        if ONE_QUERY:
-            # Hidden keys read nothing.
-            behind = tl.load(hidden + copies, mask=copies < stop, other=1)
-            at = _once(tl.where(behind == 0, at, -1), COPIES)
-            visible = (at >= 0)[None, :]
-        else:
-            visible = (
-                tl.load(
-                    hidden + (query_of[:, None] * to_query + e[None, :]),
-                    mask=(query_of >= 0)[:, None] & (e < stop)[None, :],
-                    other=1,
-                )
-                == 0
-            )
-            seen = tl.max(visible.to(tl.int32), 0) > 0
-            at = tl.where(seen, _once(at, COPIES), -1)
-        key = read_rows(rows, at, UNIT, FORMAT, DIM, ROPE_DIM, BLOCK_D).to(q.dtype)
-        score = tl.dot(q, tl.trans(key), input_precision="ieee")
-        if BLOCK_R:
-            tail = read_tails(rows, at, UNIT, DIM, ROPE_DIM, BLOCK_R).to(q.dtype)
-            score = tl.dot(q_tail, tl.trans(tail), score, input_precision="ieee")
-        score = tl.where(visible, score * scale, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        keep = tl.exp2(top - higher)
-        weight = tl.exp2(score - higher[:, None])
-        total = total * keep + tl.sum(weight, 1)
-        weight = weight.to(key.dtype)
-        acc = tl.dot(weight, key, acc * keep[:, None], input_precision="ieee")
-        if BLOCK_R:
-            acc_tail = tl.dot(
-                weight, tail, acc_tail * keep[:, None], input_precision="ieee"
-            )
-        top = higher
-    return acc, acc_tail, top, total
-
-
 @triton.jit(
     do_not_specialize=[
         "width",
@@ -291,10 +210,9 @@ def _attend(
     HEADS: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
-    UNIT: tl.constexpr,
     PER_BLOCK2: tl.constexpr,
     ROW_STRIDE2: tl.constexpr,
-    UNIT2: tl.constexpr,
+    UNIT: tl.constexpr,
     FORMAT: tl.constexpr,
     DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
@@ -316,9 +234,9 @@ def _attend(
     # Offsets within a tile, so that 32 bits hold them.
     query += tile * pairs * DIM
     out += tile * pairs * DIM
-    at = pair[:, None] * DIM + column[None, :]
+    to_value = pair[:, None] * DIM + column[None, :]
     mask = (pair < pairs)[:, None] & (column < first_of_tail)[None, :]
-    q = tl.load(query + at, mask=mask, other=0.0)
+    q = tl.load(query + to_value, mask=mask, other=0.0)
     q_tail, acc_tail = 0.0, 0.0
     if BLOCK_R:
         tail = tl.arange(0, BLOCK_R)
@@ -335,66 +253,77 @@ def _attend(
     else:
         query_of = tl.where(pair < pairs, pair // HEADS, -1).to(tl.int64)
 
+    ids, hidden = ids + tile * width, hidden + tile * to_tile
+    ids2, hidden2 = ids2 + tile * width2, hidden2 + tile * to_tile2
     # Blocks of keys are counted through both sources.
     start = split * per_split * BLOCK_E
     end = start + per_split * BLOCK_E
-    acc, acc_tail, top, total = _add_keys(
-        acc,
-        acc_tail,
-        top,
-        total,
-        q,
-        q_tail,
-        scale * LOG2_E,
-        query_of,
-        rows,
-        ids + tile * width,
-        hidden + tile * to_tile,
-        start,
-        tl.minimum(end, width),
-        to_query,
-        block_stride,
-        PER_BLOCK,
-        ROW_STRIDE,
-        UNIT,
-        FORMAT,
-        DIM,
-        ROPE_DIM,
-        BLOCK_D,
-        BLOCK_R,
-        ONE_QUERY,
-        BLOCK_E,
-        COPIES,
-    )
     before = tl.cdiv(width, BLOCK_E) * BLOCK_E
-    acc, acc_tail, top, total = _add_keys(
-        acc,
-        acc_tail,
-        top,
-        total,
-        q,
-        q_tail,
-        scale * LOG2_E,
-        query_of,
-        rows2,
-        ids2 + tile * width2,
-        hidden2 + tile * to_tile2,
-        tl.maximum(start - before, 0),
-        tl.minimum(end - before, width2),
-        to_query2,
-        block_stride2,
-        PER_BLOCK2,
-        ROW_STRIDE2,
-        UNIT2,
-        FORMAT,
-        DIM,
-        ROPE_DIM,
-        BLOCK_D,
-        BLOCK_R,
-        ONE_QUERY,
-        BLOCK_E,
-        COPIES,
-    )
+    start2 = tl.maximum(start - before, 0)
+    end, end2 = tl.minimum(end, width), tl.minimum(end - before, width2)
+    if ONE_QUERY:
+        hidden += query_of * to_query
+        hidden2 += query_of * to_query2
+        if end - start > 4 * BLOCK_E:
+            start, end = _seen_range(hidden, start, end, BLOCK_E)
+        if end2 - start2 > 4 * BLOCK_E:
+            start2, end2 = _seen_range(hidden2, start2, end2, BLOCK_E)
+    blocks = tl.cdiv(tl.maximum(end - start, 0), BLOCK_E)
+    blocks2 = tl.cdiv(tl.maximum(end2 - start2, 0), BLOCK_E)
+    scale *= LOG2_E
+    # Where products find their operands in shared memory is computed anew for each block: hoisted, it would fill the registers.
+    for block in tl.range(blocks + blocks2, disable_licm=True):
+        second = block >= blocks
+        e = tl.where(second, start2 - blocks * BLOCK_E, start) + block * BLOCK_E
+        e += tl.arange(0, BLOCK_E)
+        stop = tl.where(second, end2, end)
+        copies = e[:, None] + tl.zeros((1, COPIES), tl.int32)
+        key_ids = tl.load(
+            tl.where(second, ids2, ids) + copies, mask=copies < stop, other=0
+        )
+        at = tl.where(
+            second,
+            begin(key_ids, block_stride2, PER_BLOCK2, ROW_STRIDE2, UNIT),
+            begin(key_ids, block_stride, PER_BLOCK, ROW_STRIDE, UNIT),
+        )
+        hidden_ = tl.where(second, hidden2, hidden)
+        if ONE_QUERY:
+            # Hidden keys read nothing.
+            behind = tl.load(hidden_ + copies, mask=copies < stop, other=1)
+            at = _once(tl.where(behind == 0, at, -1), COPIES)
+            visible = (at >= 0)[None, :]
+        else:
+            to_query_ = tl.where(second, to_query2, to_query)
+            visible = (
+                tl.load(
+                    hidden_ + (query_of[:, None] * to_query_ + e[None, :]),
+                    mask=(query_of >= 0)[:, None] & (e < stop)[None, :],
+                    other=1,
+                )
+                == 0
+            )
+            seen = tl.max(visible.to(tl.int32), 0) > 0
+            at = tl.where(seen, _once(at, COPIES), -1)
+        rows_ = tl.where(second, rows2, rows)
+        key = read_rows(rows_, at, UNIT, FORMAT, DIM, ROPE_DIM, BLOCK_D).to(q.dtype)
+        score = tl.dot(q, tl.trans(key), input_precision="ieee")
+        if BLOCK_R:
+            rotary = read_tails(rows_, at, UNIT, DIM, ROPE_DIM, BLOCK_R).to(q.dtype)
+            score = tl.dot(q_tail, tl.trans(rotary), score, input_precision="ieee")
+        score = tl.where(visible, score * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        keep = tl.exp2(top - higher)
+        weight = tl.exp2(score - higher[:, None])
+        total = total * keep + tl.sum(weight, 1)
+        weight = weight.to(key.dtype)
+        # The tail comes first: after the other product it would be left running into the next block, and then the assembler has
+        # each product wait for the one before.
+        if BLOCK_R:
+            acc_tail = tl.dot(
+                weight, rotary, acc_tail * keep[:, None], input_precision="ieee"
+            )
+        acc = tl.dot(weight, key, acc * keep[:, None], input_precision="ieee")
+        top = higher
     if SPLIT:
         every = tiles.to(tl.int64) * pairs
         to_state = split * 2 * every + tile * pairs + pair
@@ -405,7 +334,7 @@ def _attend(
         acc /= total[:, None]
         if BLOCK_R:
             acc_tail /= total[:, None]
-    tl.store(out + at, acc, mask=mask)
+    tl.store(out + to_value, acc, mask=mask)
     if BLOCK_R:
         tl.store(out + to_tail, acc_tail, mask=inside)
 
