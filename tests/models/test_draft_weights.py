@@ -79,7 +79,7 @@ def load(model, directory, tensors, into=weights.load_draft):
     adapter.model = model
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(model=str(directory), revision=None),
-        load_config=SimpleNamespace(download_dir=None),
+        load_config=SimpleNamespace(download_dir=None, load_format="auto"),
     )
     return into(adapter, tensors.items(), vllm_config)
 
