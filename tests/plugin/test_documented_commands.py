@@ -19,7 +19,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from atom_vllm_bridge import cli
 from atom_vllm_bridge.cli import doctor
 from atom_vllm_bridge.measure import catalog
-from atom_vllm_bridge.settings import Settings
+from atom_vllm_bridge.settings import MODEL, NATIVE, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -99,6 +99,8 @@ def parse(words: list[str], monkeypatch) -> None:
 @pytest.mark.parametrize(("variables", "words"), COMMANDS)
 def test_a_documented_command_is_taken(variables, words, monkeypatch):
     Settings.read(None, variables)
+    # A command that names the model sets it for its process.
+    monkeypatch.setenv(MODEL, NATIVE)
     parse(words, monkeypatch)
     for flag, value in pairwise(words):
         if flag == "--case":
