@@ -82,24 +82,34 @@ def difference(
     only where the reference's two likeliest tokens lie within it (float32 products of fewer than 8 rows round differently).
     """
     found = Difference()
-    pairs = zip(reference.logprobs, other.logprobs, strict=True)
-    for step, (ours, theirs) in enumerate(pairs):
-        common = ours.keys() & theirs.keys()
-        worst = max(abs(ours[token] - theirs[token]) for token in common)
+    for step, worst, gap in steps(reference, other):
         found.logprob = max(found.logprob, worst)
         assert worst <= tolerance, f"log-probability off by {worst:.2e} at {step}"
         found.compared += 1
-        if reference.tokens[step] != other.tokens[step]:
-            best, second = sorted(ours.values(), reverse=True)[:2]
-            gap = best - second
+        if gap is not None:
             assert gap <= tolerance, (
                 f"token {step} is {other.tokens[step]}, expected "
                 f"{reference.tokens[step]}, at a gap of {gap:.2e}"
             )
             found.near_ties += 1
             found.gaps.append(gap)
-            break
     return found
+
+
+def steps(
+    reference: Answer, other: Answer
+) -> Iterator[tuple[int, float, float | None]]:
+    """Each step up to the first at which the texts part: its number, how far log-probabilities are apart, and, where they part,
+    how far the reference's two likeliest tokens are."""
+    pairs = zip(reference.logprobs, other.logprobs, strict=True)
+    for step, (ours, theirs) in enumerate(pairs):
+        common = ours.keys() & theirs.keys()
+        worst = max(abs(ours[token] - theirs[token]) for token in common)
+        if reference.tokens[step] != other.tokens[step]:
+            best, second = sorted(ours.values(), reverse=True)[:2]
+            yield step, worst, best - second
+            return
+        yield step, worst, None
 
 
 class Engine:
