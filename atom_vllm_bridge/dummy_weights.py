@@ -59,7 +59,14 @@ class DummyWeights(QuantizeMethodBase):
         """The model makes its own."""
 
     def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise NotImplementedError("The model multiplies with its own ops.")
+        """vLLM asks it of its own layers, and every method has to have one.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "DummyWeights fills a whole model, which multiplies with its own ops: call the model."
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.load_weights(tensors(self.config))
